@@ -1,0 +1,243 @@
+"""The contract of the numeric ops. Each op is stated once, here; implementations live beside this file.
+
+Conventions
+- Buffers are allocated once for the largest step. `n` is the number of live rows; an op reads and writes rows
+  0 … n-1 of its buffers and leaves the others untouched. Nothing is returned, except where it says so.
+- Activations have the dtype `Ops.activation_dtype` (float32 for a8 on the CPU). T is the number of live tokens of
+  a step, S of live sequences, R of rows that need logits, H query heads, KVH key/value heads, D head_dim.
+- Ops never allocate per call what outlives the call and never look at live sizes other than through `Batch`.
+- Exactness (a8): row i of every output depends, bit for bit, on row i of the inputs and on the cache alone: not on
+  n, on the other rows, on how a prompt was cut into chunks, or on the number of threads.
+
+Arithmetic a8 (CPU). Activations of a linear are rounded to int8 per row and group of min(group, 128) input
+channels: s = absmax / 127 in float32, q = round-half-even(x / s), s = 1 where absmax is 0. Inside a group integers
+are summed exactly; then, groups in ascending order, every operation rounded to float32 on its own (no fma):
+
+    y ← 0;  y ← y + s_x · (Σ q_w q_x · s_w + Σ q_x · o_w)        (int4; int8 weights have no o_w term)
+    y ← y + bias;  y ← y + residual                              (each where given)
+
+A weight group larger than 128 (or a whole row) is cut into activation groups of 128 at most that share s_w and
+o_w. Attention rounds the query to int8 per head, sums q·k exactly, and works in splits of 256 table slots; see
+`reference/attention.py`. Arithmetic a16 (GPU): 16-bit activations, float32 accumulation, no promise on order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvd_kernels.kv_format import GroupFormat, KVFormat
+from kvd_kernels.weights import Linear, WeightMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """cos and sin of position · inverse frequency: float32 [max_positions, rotary_dim / 2] each.
+
+    The pairs are (i, i + rotary_dim / 2), as in Hugging Face's "rotate half"; channels from rotary_dim on pass.
+    Attention scaling of a rope type, where it has one, is already multiplied in.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(slots=True)
+class GroupTables:
+    """Block tables of one layer group for the live sequences of a step.
+
+    block_tables     int32 [max_seqs, max_blocks]; entries beyond a sequence's own are undefined
+    first_positions  int32 [max_seqs, max_blocks]; absolute position of slot 0 of that entry
+    num_slots        int32 [max_seqs]; token slots in use over the table, this step's tokens included: slot t is
+                     token t % 16 of table entry t // 16
+    write_slots      int64 [max_tokens]; for each token of the step: block id · 16 + token in block
+    """
+
+    block_tables: torch.Tensor
+    first_positions: torch.Tensor
+    num_slots: torch.Tensor
+    write_slots: torch.Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's metadata, in preallocated buffers of which only the first live entries mean anything.
+
+    token_ids     int64 [max_tokens]
+    positions     int32 [max_tokens], absolute
+    query_starts  int32 [max_seqs + 1]; tokens of sequence s are query_starts[s] … query_starts[s + 1] - 1
+    logit_rows    int64 [max_seqs]; token indices whose logits are wanted, in sequence order
+    groups        one GroupTables per layer group
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    query_starts: torch.Tensor
+    logit_rows: torch.Tensor
+    groups: tuple[GroupTables, ...]
+    num_tokens: int = 0
+    num_seqs: int = 0
+    num_logit_rows: int = 0
+
+
+@dataclass(slots=True)
+class KVCache:
+    """The tensors of the cache: per layer group uint8 [num_blocks, block_bytes], laid out as `format` says."""
+
+    format: KVFormat
+    pools: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What attention of one layer needs beside tensors.
+
+    key_bias  float32 [KVH, D] or None: the projection bias of K before RoPE, when the layer's K is bias-free
+    """
+
+    layer_index: int
+    group: GroupFormat
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    key_bias: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Sampling parameters of R rows as tensors; row r belongs to logits row r.
+
+    temperature, top_p, min_p, presence, frequency, repetition   float32 [R]
+    top_k           int64 [R]; 0 means the whole vocabulary
+    seeds           int64 [R]; the generator's key, from (seed, choice index)
+    positions       int64 [R]; absolute position of the token to be sampled, the generator's counter
+    prompt_counts   per row: (token ids int64, counts int64) of the prompt, or None when no penalty needs them
+    output_counts   the same for output tokens
+    bias            per row: (token ids int64, values float32) to add, or None
+    banned          per row: int64 token ids with probability 0 (stop tokens before min_tokens), or None
+    num_logprobs    per row: -1 none, 0 the sampled token, n also the n best
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    repetition: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    prompt_counts: list[tuple[torch.Tensor, torch.Tensor] | None]
+    output_counts: list[tuple[torch.Tensor, torch.Tensor] | None]
+    bias: list[tuple[torch.Tensor, torch.Tensor] | None]
+    banned: list[torch.Tensor | None]
+    num_logprobs: list[int]
+
+
+@dataclass(slots=True)
+class SamplingResult:
+    """token_ids: R ids. logprobs: per row None or (logprob of the token, [(id, logprob) best first]).
+
+    Logprobs are of the raw distribution: before bias, penalties, temperature and truncation.
+    """
+
+    token_ids: list[int]
+    logprobs: list[tuple[float, list[tuple[int, float]]] | None]
+
+
+class Ops(ABC):
+    """One backend. Handles that `prepare_*` return are opaque and belong to that backend."""
+
+    name: str
+    arithmetic: str  # "a8" or "a16"; part of every cache key together with the ISA-independent revision
+    arithmetic_id: str
+    device: torch.device
+    activation_dtype: torch.dtype
+
+    @abstractmethod
+    def prepare_linear(self, linear: Linear) -> Any:
+        """Pack a linear layer for this backend. The source tensors may be freed afterwards."""
+
+    @abstractmethod
+    def prepare_embedding(self, weight: WeightMatrix) -> Any:
+        """Pack an embedding table [vocab_size, hidden]."""
+
+    @abstractmethod
+    def prepared_bytes(self, linear: Linear) -> int:
+        """Bytes that `prepare_linear` will hold for this layer, for the memory budget."""
+
+    @abstractmethod
+    def embed(self, batch: Batch, table: Any, out: torch.Tensor) -> None:
+        """out[t] = table[token_ids[t]] for live tokens; out [max_tokens, hidden]."""
+
+    @abstractmethod
+    def rms_norm(self, n: int, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """out = x / sqrt(mean(x²) + eps) · weight, row by row; x, out [rows, width]; weight float32 [width]."""
+
+    @abstractmethod
+    def linear(
+        self, n: int, x: torch.Tensor, handle: Any, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> None:
+        """out = x Wᵀ + bias (+ residual); x [rows, K]; out, residual [rows, N]; residual may be `out`."""
+
+    @abstractmethod
+    def silu_mul(self, n: int, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """out = silu(gate) · up; gate_up [rows, 2 F] holds gate, then up; out [rows, F]."""
+
+    @abstractmethod
+    def rope_and_write(
+        self,
+        batch: Batch,
+        qkv: torch.Tensor,
+        rope: RopeTable,
+        cache: KVCache,
+        spec: AttentionSpec,
+        q_out: torch.Tensor,
+    ) -> None:
+        """Rotate q and k by position, write k and v of every live token into its cache slot.
+
+        qkv [max_tokens, (H + 2 KVH) · D]: q, k, v side by side, biases added, except k's when the layer is
+        bias-free. q_out [max_tokens, H · D]: q after RoPE, not yet Hadamard-rotated (attention does that, since the
+        key-bias term needs the plain q). Cache bytes of other slots stay as they are.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        batch: Batch,
+        q: torch.Tensor,
+        rope: RopeTable,
+        cache: KVCache,
+        spec: AttentionSpec,
+        out: torch.Tensor,
+        block_mass: torch.Tensor | None = None,
+    ) -> None:
+        """Causal paged attention over what the cache holds, the step's own tokens included.
+
+        A query at position p sees the slots of its sequence with key position ≤ p and, in a windowed group,
+        > p - window. Slots past num_slots, and holes between table entries, do not exist. out [max_tokens, H · D];
+        a query that sees nothing yields 0. block_mass float32 [max_seqs, max_blocks], when given: softmax weight
+        summed over query tokens and heads per table entry of each live sequence, overwritten.
+        """
+
+    @abstractmethod
+    def gather(self, batch: Batch, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[r] = x[logit_rows[r]] for live logit rows."""
+
+    @abstractmethod
+    def sample(self, logits: torch.Tensor, params: SamplingBatch) -> SamplingResult:
+        """Choose one token per row of float32 logits [R, vocab]. The logits are left unchanged.
+
+        Order: bias, penalties, ban, then greedy (lowest id among equals) where temperature is 0; else
+        temperature, top_k, top_p, min_p over the rest, and inverse transform sampling of one uniform number from
+        Philox-4x32-10 keyed by the seed with the position as counter, candidates by falling probability, then id.
+        A row that is not finite raises FloatingPointError naming it.
+        """
+
+    @abstractmethod
+    def copy_block(self, cache: KVCache, group_id: int, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first num_tokens tokens of a block, all layers of the group; other bytes of target stay."""
