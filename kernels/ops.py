@@ -176,7 +176,10 @@ class Ops(ABC):
 
     @abstractmethod
     def rms_norm(self, n: int, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """out = x / sqrt(mean(x²) + eps) · weight, row by row; x, out [rows, width]; weight float32 [width]."""
+        """out = x / sqrt(mean(x²) + eps) · weight, row by row; out may be x.
+
+        x, out [rows, width]; weight float32 [width].
+        """
 
     @abstractmethod
     def linear(

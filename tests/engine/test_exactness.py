@@ -1,0 +1,149 @@
+"""On the CPU the logits of every generated position are the same bytes, whatever else happened.
+
+Real weights, real cache. Each scenario is compared with the same request run alone in one large chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.harness import Harness, greedy, tokens_of
+
+from kvd.model.decoder import Decoder
+
+NUM_TOKENS = 6
+PROMPT_TEXT = (
+    "A cache block holds sixteen tokens. When two requests begin with the same words, the second one need not compute "
+    "them again: the keys and values are already there. What was stored must therefore be exactly what would have "
+    "been computed, to the last bit, or else an answer would depend on who asked before. This is why every sum in "
+    "the processor path has one fixed order, why chunks of a prompt read back what earlier chunks have written, "
+    "and why a request that lost its blocks and was computed again goes on as if nothing had happened. "
+    "In one sentence, the reason is that"
+)
+OTHERS = [
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time there was a",
+    "2 + 2 =",
+    "Water boils at",
+]
+
+
+@pytest.fixture(scope="module")
+def prompt(default_tokenizer) -> list[int]:
+    token_ids = default_tokenizer.encode(PROMPT_TEXT).ids
+    assert len(token_ids) > 100
+    return token_ids
+
+
+@pytest.fixture(scope="module")
+def alone(default_decoder: Decoder, prompt: list[int]) -> dict[int, bytes]:
+    """Logits rows by position, from the request on its own in one chunk."""
+    harness = Harness(default_decoder)
+    harness.run([greedy("it", prompt, NUM_TOKENS)])
+    rows = harness.recorder.rows_of("it")
+    assert len(rows) == NUM_TOKENS
+    return rows
+
+
+def assert_same_bytes(rows: dict[int, bytes], expected: dict[int, bytes]) -> None:
+    assert rows.keys() == expected.keys()
+    for position in sorted(rows):
+        if rows[position] != expected[position]:
+            got, want = (np.frombuffer(r[position], dtype=np.float32) for r in (rows, expected))
+            raise AssertionError(
+                f"position {position}: {np.count_nonzero(got != want)} logits differ, by up to {np.abs(got - want).max()}"
+            )
+
+
+def test_beside_fifteen_others(default_decoder, default_tokenizer, prompt, alone) -> None:
+    harness = Harness(default_decoder, chunk=128)
+    others = [greedy(f"other-{i}", default_tokenizer.encode(OTHERS[i % 5] + f" {i}").ids, 12) for i in range(15)]
+    harness.run([*others[:7], greedy("it", prompt, NUM_TOKENS), *others[7:]])
+    assert max(len(plan.items) for plan in harness.plans) == 16
+    assert_same_bytes(harness.recorder.rows_of("it"), alone)
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+def test_chunk_sizes(default_decoder, prompt, alone, chunk: int) -> None:
+    harness = Harness(default_decoder, chunk=chunk, max_seqs=4)
+    harness.run([greedy("it", prompt, NUM_TOKENS)])
+    assert max(plan.num_tokens for plan in harness.plans) == min(chunk, len(prompt))
+    assert_same_bytes(harness.recorder.rows_of("it"), alone)
+
+
+def test_prefix_hit(default_decoder, prompt, alone) -> None:
+    harness = Harness(default_decoder)
+    harness.run([greedy("first", prompt[:-20], 1)])
+    events = harness.run([greedy("it", prompt, NUM_TOKENS)])["it"]
+    cached = events[-1].num_cached_tokens
+    assert cached >= (len(prompt) - 20) // 16 * 16 - 16
+    assert cached > 64
+    # Work is counted: a hit computes the missing tokens, once each, and nothing else.
+    assert harness.recorder.num_computed("it") == len(prompt) - cached + NUM_TOKENS - 1
+    assert_same_bytes(harness.recorder.rows_of("it"), alone)
+
+
+def test_forced_preemption(default_decoder, default_tokenizer, prompt, alone) -> None:
+    """Two requests in a pool that cannot hold both to their ends: one loses its blocks and is recomputed."""
+    needed = -(-(len(prompt) + NUM_TOKENS) // 16)
+    first = greedy("first", default_tokenizer.encode(OTHERS[2]).ids, 60)
+    preempted = False
+    for num_blocks in range(needed, needed + 5):
+        harness = Harness(default_decoder, num_blocks=num_blocks, prefix_caching=False)
+        harness.run([first, greedy("it", prompt, NUM_TOKENS)])
+        assert_same_bytes(harness.recorder.rows_of("it"), alone)
+        preempted |= any(times > 1 for (owner, _), times in harness.recorder.computed_times.items() if owner == "it")
+        if preempted:
+            break
+    assert preempted, "no pool size made the scheduler take the request's blocks away"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_one_thread(default_decoder, prompt, alone, one_thread: None) -> None:
+    harness = Harness(default_decoder, chunk=64)
+    harness.run([greedy("it", prompt, NUM_TOKENS)])
+    assert_same_bytes(harness.recorder.rows_of("it"), alone)
+
+
+def test_a_planted_fault_of_one_ulp_is_found(default_decoder, prompt, alone, monkeypatch) -> None:
+    """The comparison is worth something: one activation, in one layer, off by one ulp when two rows share a step."""
+    ops = default_decoder.ops
+    original, calls = ops.silu_mul, 0
+
+    def faulty(n: int, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        nonlocal calls
+        original(n, gate_up, out)
+        calls += 1
+        if n > 1 and calls == 20:
+            widest = int(out[n - 1].abs().argmax())
+            out[n - 1, widest] = torch.nextafter(out[n - 1, widest], torch.tensor(torch.inf))
+
+    monkeypatch.setattr(ops, "silu_mul", faulty)
+    harness = Harness(default_decoder)
+    harness.run([greedy("it", prompt, NUM_TOKENS)])
+    assert calls > 20
+    with pytest.raises(AssertionError, match="logits differ"):
+        assert_same_bytes(harness.recorder.rows_of("it"), alone)
+
+
+def test_a_seeded_request_ignores_its_neighbours(default_decoder, default_tokenizer) -> None:
+    """Seeded sampling beside unseeded neighbours yields the same tokens on every run."""
+    ids = default_tokenizer.encode(OTHERS[2]).ids
+    seeded = greedy("it", ids, 12, temperature=1.0, seed=7)
+    alone_tokens = tokens_of(Harness(default_decoder).run([seeded])["it"])
+    harness = Harness(default_decoder)
+    neighbours = [greedy(f"other-{i}", ids, 12, temperature=1.0) for i in range(3)]
+    assert tokens_of(harness.run([*neighbours, seeded])["it"]) == alone_tokens
+    other_seed = greedy("it", ids, 12, temperature=1.0, seed=8)
+    assert tokens_of(Harness(default_decoder).run([other_seed])["it"]) != alone_tokens
