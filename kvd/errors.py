@@ -98,9 +98,7 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, message: str, *, num_prompt_tokens: int, limit_tokens: int, param: str = "messages") -> None:
-        super().__init__(
-            message, param=param, extra={"n_prompt_tokens": num_prompt_tokens, "n_ctx": limit_tokens}
-        )
+        super().__init__(message, param=param, extra={"n_prompt_tokens": num_prompt_tokens, "n_ctx": limit_tokens})
 
 
 class ServerOverloaded(RequestError):

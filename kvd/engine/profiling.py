@@ -31,8 +31,13 @@ def largest_step(*, max_tokens: int, max_seqs: int, num_blocks: int, num_groups:
         requests.append(Request(request_id, (0,) * num_tokens, sampling, 0.0))
         items.append(
             PlanItem(
-                request_id, slot, 0, (0,) * num_tokens, (table,) * num_groups,
-                (range(0, count * BLOCK_SIZE, BLOCK_SIZE),) * num_groups, samples=True,
+                request_id,
+                slot,
+                0,
+                (0,) * num_tokens,
+                (table,) * num_groups,
+                (range(0, count * BLOCK_SIZE, BLOCK_SIZE),) * num_groups,
+                samples=True,
             )  # fmt: skip
         )
     return StepPlan(-2, tuple(items), tuple(requests))

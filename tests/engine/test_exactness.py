@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.engine.harness import Harness, greedy, tokens_of
 
 from kvd.model.decoder import Decoder
+from tests.engine.harness import Harness, greedy, tokens_of
 
 NUM_TOKENS = 6
 PROMPT_TEXT = (
