@@ -60,7 +60,7 @@ def build_engine(
     """
     limits = _Limits(
         AUTO_MAX_BATCHED_TOKENS if config.max_num_batched_tokens is None else config.max_num_batched_tokens,
-        AUTO_MAX_NUM_SEQS if config.max_num_seqs == "auto" else int(config.max_num_seqs),
+        AUTO_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs,
     )
     limits = _Limits(max(limits.max_tokens, limits.max_seqs), limits.max_seqs)
     ops = create_ops("reference")
@@ -120,7 +120,7 @@ def build_engine(
         version=__version__,
     )
     manager = CacheManager(
-        num_blocks=pool.num_blocks,
+        num_blocks=(pool.num_blocks,) * len(kv_format.groups),
         windows=tuple(group.window for group in kv_format.groups),
         enable_prefix_caching=config.enable_prefix_caching,
         key_seed=key_seed.encode(),

@@ -59,7 +59,7 @@ class Harness:
         self.now = 0.0
         groups = decoder.kv_format.groups
         self.manager = CacheManager(
-            num_blocks=num_blocks,
+            num_blocks=(num_blocks,) * len(groups),
             windows=tuple(group.window for group in groups),
             enable_prefix_caching=prefix_caching,
             key_seed=b"harness",

@@ -1,0 +1,226 @@
+"""The façade and its thread, over the real scheduler and a runner that invents tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvd.cache.manager import CacheManager
+from kvd.core import EngineInfo, MemoryBudget, Request, Sample, SamplingParams, StepPlan, StepResult, TokenEvent
+from kvd.engine.engine import Engine
+from kvd.engine.streams import TokenStream
+from kvd.errors import ContextLengthExceeded, EngineFailure, ServerOverloaded
+from kvd.scheduler.scheduler import Scheduler, SchedulerConfig
+
+BUDGET = MemoryBudget(0, 0, 0, 0, 64, 1024, 64.0, 128.0)
+INFO = EngineInfo(
+    "fake", ("fake",), "llama", "none", "fake", "cpu", "int8", 512, 4, 64, 100, True, BUDGET, created=0, version="test"
+)
+
+
+class FakeRunner:
+    """Samples 7 for everybody. `before_step` may wait, or raise as a broken runner would."""
+
+    def __init__(self) -> None:
+        self.before_step: Callable[[StepPlan], None] = lambda plan: None
+        self.num_steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.before_step(plan)
+        self.num_steps += 1
+        return StepResult(plan.step_id, tuple(Sample(item.request_id, 7) for item in plan.items if item.samples), 0.001)
+
+
+class Fixture:
+    def __init__(self, num_blocks: int = 64, max_waiting: int = 8) -> None:
+        self.runner = FakeRunner()
+        manager = CacheManager(
+            num_blocks=(num_blocks,), windows=(0,), enable_prefix_caching=True, key_seed=b"test"
+        )
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, max_waiting=max_waiting),
+            manager,
+            time.monotonic,
+        )
+        self.log: list[tuple[str, str]] = []
+        self.engine = Engine(INFO, scheduler, self.runner, log=lambda *line: self.log.append(line))  # type: ignore[arg-type]
+
+
+def request(request_id: str, num_prompt: int = 20, max_tokens: int = 5) -> Request:
+    return Request(request_id, tuple(range(num_prompt)), SamplingParams(max_tokens=max_tokens), time.monotonic())
+
+
+async def collect(stream: TokenStream) -> list[TokenEvent]:
+    return [event async for events in stream for event in events]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_request_is_answered_and_leaves_nothing_behind() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    events = await collect(fixture.engine.submit(request("a")))
+    assert [event.token_id for event in events] == [7] * 5
+    assert events[-1].finish_reason == "length"
+    assert events[-1].timing is not None
+    await until(lambda: fixture.engine._snapshot.num_running == 0)
+    snapshot = await fixture.engine.snapshot()
+    assert (snapshot.num_blocks_active, snapshot.counters.generation_tokens) == (0, 5)
+    assert snapshot.histograms["time_to_first_token_seconds"].total == 1
+    assert snapshot.histograms["inter_token_latency_seconds"].total == 4
+    await fixture.engine.stop(1)
+
+
+async def test_requests_before_start_and_while_draining_are_refused() -> None:
+    fixture = Fixture()
+    with pytest.raises(ServerOverloaded, match="loading"):
+        fixture.engine.submit(request("early"))
+    await fixture.engine.start()
+    gate = threading.Event()
+    fixture.runner.before_step = lambda plan: void(gate.wait(10))
+    stream = fixture.engine.submit(request("running"))
+    stopping = asyncio.create_task(fixture.engine.stop(10))
+    await asyncio.sleep(0)
+    with pytest.raises(ServerOverloaded, match="draining"):
+        fixture.engine.submit(request("late"))
+    assert fixture.engine.health() == "the server is draining"
+    gate.set()
+    assert (await collect(stream))[-1].finish_reason == "length"
+    await stopping
+
+
+async def test_a_drain_that_takes_too_long_cancels() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    fixture.runner.before_step = lambda plan: time.sleep(0.01)
+    stream = fixture.engine.submit(request("long", max_tokens=400))
+    await fixture.engine.stop(0.05)
+    assert (await collect(stream))[-1].finish_reason == "abort"
+
+
+async def test_abort_ends_a_stream_and_is_harmless_twice() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    fixture.runner.before_step = lambda plan: time.sleep(0.002)
+    stream = fixture.engine.submit(request("a", max_tokens=400))
+    await anext(stream)
+    stream.abort()
+    stream.abort()
+    assert (await collect(stream))[-1].finish_reason == "abort"
+    assert await fixture.engine.abort("a") is False
+    assert await fixture.engine.abort("nobody") is False
+    await until(lambda: fixture.engine._snapshot.num_blocks_active == 0)
+    await fixture.engine.stop(1)
+
+
+async def test_a_step_that_fails_is_reported_and_the_next_request_is_served() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+
+    def fail(plan: StepPlan) -> None:
+        raise FloatingPointError("logits row 0 is not finite")
+
+    fixture.runner.before_step = fail
+    last = (await collect(fixture.engine.submit(request("a"))))[-1]
+    assert last.finish_reason == "error"
+    assert "not finite" in str(last.error)
+    assert any(level == "error" for level, _ in fixture.log)
+    fixture.runner.before_step = lambda plan: None
+    assert (await collect(fixture.engine.submit(request("b"))))[-1].finish_reason == "length"
+    assert fixture.engine.health() is None
+    await fixture.engine.stop(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_dead_engine_is_reported_to_everybody() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+
+    def die(plan: StepPlan) -> None:
+        raise SystemExit("the thread ends")
+
+    fixture.runner.before_step = die
+    last = (await collect(fixture.engine.submit(request("a"))))[-1]
+    assert last.finish_reason == "error"
+    with pytest.raises(EngineFailure):
+        fixture.engine.submit(request("b"))
+    assert "the engine stopped" in str(fixture.engine.health())
+    assert (await fixture.engine.snapshot()).state == "failed"
+    await fixture.engine.stop(0)
+
+
+async def test_impossible_requests_are_refused_at_once() -> None:
+    fixture = Fixture(num_blocks=4)
+    await fixture.engine.start()
+    with pytest.raises(ContextLengthExceeded):
+        fixture.engine.submit(request("long", num_prompt=600))
+    with pytest.raises(ContextLengthExceeded, match="64"):
+        fixture.engine.submit(request("larger-than-the-pool", num_prompt=64))
+    assert (await collect(fixture.engine.submit(request("short"))))[-1].finish_reason == "length"
+    await fixture.engine.stop(1)
+
+
+async def test_a_full_queue_refuses_at_once() -> None:
+    fixture = Fixture(max_waiting=2)
+    await fixture.engine.start()
+    gate = threading.Event()
+    fixture.runner.before_step = lambda plan: void(gate.wait(10))
+    streams = []
+    with pytest.raises(ServerOverloaded):
+        for index in range(20):
+            streams.append(fixture.engine.submit(request(f"r{index}")))
+    assert 2 <= len(streams) <= 7
+    gate.set()
+    for stream in streams:
+        assert (await collect(stream))[-1].finish_reason == "length"
+    await fixture.engine.stop(1)
+
+
+async def test_no_progress_shows_in_health() -> None:
+    fixture = Fixture()
+    fixture.engine._wedged_after_seconds = 0.05
+    await fixture.engine.start()
+    gate = threading.Event()
+    fixture.runner.before_step = lambda plan: void(gate.wait(10))
+    stream = fixture.engine.submit(request("a"))
+    await until(lambda: fixture.engine.health() is not None)
+    assert "no progress" in str(fixture.engine.health())
+    gate.set()
+    await collect(stream)
+    assert fixture.engine.health() is None
+    await fixture.engine.stop(1)
+
+
+async def test_details_show_the_request_table() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    fixture.runner.before_step = lambda plan: time.sleep(0.005)
+    stream = fixture.engine.submit(request("a", max_tokens=300))
+    await anext(stream)
+    snapshot = await fixture.engine.snapshot(details=True)
+    assert [view.request_id for view in snapshot.requests] == ["a"]
+    stream.abort()
+    await fixture.engine.stop(1)
+
+
+async def test_an_idle_engine_takes_no_steps_and_no_time() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    await collect(fixture.engine.submit(request("a")))
+    steps, before = fixture.runner.num_steps, time.thread_time()
+    await asyncio.sleep(0.2)
+    assert fixture.runner.num_steps == steps
+    assert time.thread_time() - before < 0.1
+    await fixture.engine.stop(1)
+
+
+def void(_: object) -> None:
+    """A callback's result, not wanted."""
