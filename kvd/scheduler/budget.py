@@ -1,0 +1,64 @@
+"""What one planning pass may still hand out, and what it has handed out. Thrown away after the pass.
+
+Owner: the `Scheduler.plan` call that made it.
+"""
+
+from __future__ import annotations
+
+from kvd.core import PlanItem, Request
+from kvd.scheduler.request_state import RequestState
+
+UNKNOWN_TOKEN = -1
+"""Stands for a token whose step is in flight; no embedding has it, so that nobody computes it by mistake."""
+
+
+class Budget:
+    """One token budget for decodes, running prefills and admissions, in that order of asking.
+
+    `admissions_open` is closed when a running request lacked blocks in this pass: a newcomer would take
+    them away again.
+    """
+
+    __slots__ = ("admissions_open", "items", "new_requests", "states", "tokens_left")
+
+    def __init__(self, num_tokens: int) -> None:
+        self.tokens_left = num_tokens
+        self.admissions_open = True
+        self.items: list[PlanItem] = []
+        self.states: list[RequestState] = []  # parallel to items
+        self.new_requests: list[Request] = []
+
+    def close_admissions(self) -> None:
+        self.admissions_open = False
+
+    def grant(self, state: RequestState) -> None:
+        """As many of the request's next tokens as the budget has. The caller knows that it has blocks for them."""
+        start = state.num_planned
+        num_tokens = min(state.num_to_plan, self.tokens_left)
+        assert num_tokens > 0, f"{state.request.request_id}: nothing to grant"
+        assert state.slot is not None
+        end = start + num_tokens
+        samples = end == len(state.token_ids) + state.num_pending
+        token_ids = tuple(state.token_ids[start:end])
+        is_unknown = len(token_ids) < num_tokens
+        if is_unknown:
+            assert samples, "only the newest token can be in flight"
+            token_ids = (*token_ids, UNKNOWN_TOKEN)
+        block_tables, first_positions = state.blocks.views(end)
+        self.items.append(
+            PlanItem(
+                state.request.request_id,
+                state.slot,
+                start,
+                token_ids,
+                block_tables,
+                first_positions,
+                samples,
+                is_unknown,
+            )
+        )
+        self.states.append(state)
+        self.tokens_left -= num_tokens
+        state.num_planned = end
+        state.num_in_flight += 1
+        state.num_pending += samples

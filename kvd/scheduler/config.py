@@ -1,0 +1,39 @@
+"""The scheduler's settings, resolved: no `auto` is left in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of the scheduler; ConfigError for a combination that cannot make progress.
+
+    max_num_seqs               requests that run at the same time
+    max_num_batched_tokens     tokens that one step computes, over all requests
+    max_model_len              prompt and output tokens of one request together
+    max_waiting                requests that are accepted beyond the `max_num_seqs` that may run
+    queue_timeout_seconds      how long a request may wait to be scheduled for the first time; None: for ever
+    min_expected_growth_tokens what a request is expected to generate at least (see `admission`)
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_waiting: int = 256
+    queue_timeout_seconds: float | None = None
+    min_expected_growth_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs: {self.max_num_seqs} is too small, at least 1 is needed")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len: {self.max_model_len} leaves no room for a prompt and a token")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # Decodes come first; with fewer tokens than requests a prefill could starve.
+            raise ConfigError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs "
+                f"({self.max_num_seqs}); every running request needs one token per step"
+            )

@@ -1,0 +1,142 @@
+"""One request as the scheduler sees it: its tokens, and how many of them are planned and computed.
+
+Owner: the engine thread, through `Scheduler`.
+
+There is no prefill phase and no decode phase. A request has `token_ids` (prompt and sampled tokens), of which
+`num_computed` are in the KV cache by committed steps and `num_planned` will be when the steps in flight are
+committed; every step lets it catch up. `num_pending` samples are in flight, tokens which exist for the plan
+but have no value yet.
+
+Invariant: num_computed ≤ num_planned ≤ len(token_ids) + num_pending ≤ max_total.
+"""
+
+from __future__ import annotations
+
+from kvd import core
+from kvd.cache.manager import SequenceBlocks
+from kvd.core import FinishReason, Logprobs, Request, RequestTiming, RequestView, TokenEvent
+
+
+class RequestState:
+    """Everything that changes about a request between its arrival and its end.
+
+    key            (priority, arrival number): the order of service, smaller first
+    max_total      at so many tokens, prompt included, the request ends with "length"
+    prefill_target tokens that were known at the latest admission; what lies before it counts as prefill
+    num_seen       tokens that have been computed at some time; computing them again is recomputation
+    has_progressed a token was sampled since the latest preemption, or there was none: may be preempted
+    must_release   ended or preempted while steps that name it are in flight: blocks and slot go when they are
+                   committed
+    """
+
+    __slots__ = (
+        "arrival_number", "blocks", "first_scheduled", "first_token", "has_ended", "has_progressed", "key",
+        "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_in_flight",
+        "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "prefill_target", "request",
+        "slot", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, arrival_number: int, blocks: SequenceBlocks, max_total_limit: int) -> None:
+        self.request = request
+        self.arrival_number = arrival_number
+        self.key = (request.priority, arrival_number)
+        self.blocks = blocks
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.max_total = min(self.num_prompt + request.sampling.max_tokens, max_total_limit)
+        self.slot: int | None = None
+        self.prefill_target = 0
+        self.num_planned = 0
+        self.num_computed = 0
+        self.num_pending = 0
+        self.num_in_flight = 0
+        self.num_seen = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.has_progressed = True
+        self.has_ended = False
+        self.must_release = False
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_to_plan(self) -> int:
+        """Tokens that could be computed next; 0 while the tokens in flight may be the last ones."""
+        num_total = len(self.token_ids) + self.num_pending
+        return num_total - self.num_planned if num_total < self.max_total else 0
+
+    @property
+    def is_running(self) -> bool:
+        """Holds blocks and a slot that nobody waits for."""
+        return self.slot is not None and not self.must_release
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_planned < self.prefill_target
+
+    @property
+    def stage(self) -> core.RequestState:
+        if not self.is_running:
+            return "waiting" if self.first_scheduled is None else "preempted"
+        return "prefill" if self.num_computed < self.prefill_target else "decode"
+
+    def finish_reason_after(self, token_id: int) -> FinishReason | None:
+        """Why the request ends with the token just appended, if it does."""
+        if token_id in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_total else None
+
+    def event(
+        self,
+        token_id: int | None,
+        finish_reason: FinishReason | None,
+        *,
+        logprobs: Logprobs | None = None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        return TokenEvent(
+            self.request.request_id,
+            token_id,
+            self.num_prompt,
+            self.num_cached_tokens,
+            self.num_output,
+            logprobs,
+            finish_reason,
+            error,
+            self.timing() if finish_reason is not None else None,
+        )
+
+    def timing(self) -> RequestTiming:
+        arrival = self.request.arrival_time
+        scheduled = arrival if self.first_scheduled is None else self.first_scheduled
+        first = scheduled if self.first_token is None else self.first_token
+        return RequestTiming(arrival, scheduled, first, first if self.last_token is None else self.last_token)
+
+    def view(self, now: float) -> RequestView:
+        request = self.request
+        ttft = None if self.first_token is None else self.first_token - request.arrival_time
+        rate = None
+        if self.first_token is not None and self.last_token is not None and self.last_token > self.first_token:
+            rate = (self.num_output - 1) / (self.last_token - self.first_token)
+        return RequestView(
+            request_id=request.request_id,
+            client=request.client,
+            endpoint=request.endpoint,
+            state=self.stage,
+            priority=request.priority,
+            age_seconds=now - request.arrival_time,
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=self.num_cached_tokens,
+            num_computed_tokens=self.num_computed,
+            num_output_tokens=self.num_output,
+            max_tokens=request.sampling.max_tokens,
+            num_blocks=self.blocks.num_blocks,
+            num_preemptions=self.num_preemptions,
+            ttft_seconds=ttft,
+            tokens_per_second=rate,
+        )

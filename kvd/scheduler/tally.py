@@ -1,0 +1,60 @@
+"""Cumulative counters of the scheduler; `Counters` in `core` is their frozen form.
+
+Owner: the engine thread, through `Scheduler`. Work is counted when its step is committed, whether or not
+its request has ended meanwhile: it was done. A hit is counted once per request, at its first admission; what a
+preempted request finds again in the cache is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvd.core import Counters, FinishReason, StepMix
+
+
+@dataclass(slots=True)
+class Tally:
+    """The growing side of `core.Counters`, with the same names."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    prefill_tokens_computed: int = 0
+    recomputed_tokens: int = 0
+    prefix_query_tokens: int = 0
+    num_preemptions: int = 0
+    step_seconds: float = 0.0
+    finished: dict[FinishReason, int] = field(default_factory=dict)
+    last_step: StepMix = field(default_factory=StepMix)
+
+    def count_admission(self, num_prompt: int, num_cached: int, *, was_looked_up: bool) -> None:
+        self.prompt_tokens += num_prompt
+        self.prompt_tokens_cached += num_cached
+        if was_looked_up:
+            self.prefix_query_tokens += num_prompt
+
+    def count_step(self, num_prefill: int, num_decode: int, num_requests: int, seconds: float) -> None:
+        self.num_steps += 1
+        self.step_seconds += seconds
+        self.prefill_tokens_computed += num_prefill
+        self.last_step = StepMix(num_decode, num_prefill, num_requests, seconds)
+
+    def count_finish(self, reason: FinishReason) -> None:
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def freeze(self, num_evicted_blocks: int) -> Counters:
+        return Counters(
+            num_steps=self.num_steps,
+            prompt_tokens=self.prompt_tokens,
+            prompt_tokens_cached=self.prompt_tokens_cached,
+            generation_tokens=self.generation_tokens,
+            prefill_tokens_computed=self.prefill_tokens_computed,
+            recomputed_tokens=self.recomputed_tokens,
+            prefix_query_tokens=self.prefix_query_tokens,
+            prefix_hit_tokens=self.prompt_tokens_cached,
+            num_preemptions=self.num_preemptions,
+            num_evicted_blocks=num_evicted_blocks,
+            step_seconds=self.step_seconds,
+            finished=tuple(sorted(self.finished.items())),
+        )
