@@ -1,0 +1,342 @@
+"""The configuration: one frozen value, whose fields are the only table of settings.
+
+Purpose: every key of kvd.yaml, every flag, the tables in `docs/` and the sample file are generated from the
+fields of `Config`: name, type, default, section, kind of value, help text. Owner: `config_load` makes it once
+at start; everybody reads it. Invariant: a `Config` made by `config_load` has passed every check that needs no
+model; `Config()` is what an empty file means. Importing this needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.config_fields import Setting, setting, table
+from kvd.config_kinds import (
+    Boolean,
+    Choice,
+    DiskCache,
+    DiskCacheKind,
+    Integer,
+    Number,
+    Size,
+    Text,
+    TextList,
+)
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_FLOAT_NAMES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}
+_KV_NAMES = {
+    "int8_per_token_head": "int8",
+    "half": "fp16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "fp8": "fp8_e4m3",
+}
+_MAX_COUNT = 2**40
+NOT_YET = "in this version"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that can be set. Sizes are in bytes, durations in seconds, unless a name says otherwise."""
+
+    # ------------------------------------------------------------------ Model
+    model: str = setting(
+        DEFAULT_MODEL,
+        Text("a directory, a .gguf file, a name that `kvd models` lists, or a hub id", is_path=True),
+        "Model",
+        "What to serve: a directory, a .gguf file, a name that `kvd models` lists, or a hub id `org/name`. "
+        "The command line also takes it without the flag.",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        TextList("a name or a list of names"),
+        "Model",
+        "The name, or names, that clients ask for; the first one is reported back.",
+        null_means="the model as it was given",
+    )
+    revision: str | None = setting(
+        None,
+        Text("a branch, tag or commit"),
+        "Model",
+        "Branch, tag or commit of a hub model.",
+        null_means="the hub's main branch",
+    )
+    dtype: str = setting(
+        "auto",
+        Choice(("auto", "float16", "bfloat16", "float32"), _FLOAT_NAMES),
+        "Model",
+        "Element type of activations and of weights that are not quantized; auto follows the checkpoint.",
+        no_effect="on the CPU, which computes with 8-bit activations and 32-bit sums",
+    )
+    quantization: str = setting(
+        "auto",
+        Choice(("auto", "awq", "gguf", "none"), {"awq_marlin": "awq"}),
+        "Model",
+        "Quantization that the checkpoint must have; auto takes whatever it has.",
+    )
+    head_quantization: str = setting(
+        "auto",
+        Choice(("auto", "int8", "none")),
+        "Model",
+        "Format of an output head that the checkpoint leaves in 16 bits.",
+        origin="kvd",
+        no_effect=NOT_YET,
+    )
+    chat_template: str | None = setting(
+        None,
+        Text("a file with a Jinja chat template, or the template itself", is_path=True),
+        "Model",
+        "A file with a Jinja chat template, or the template itself, to use in place of the model's own.",
+        null_means="the model's own",
+    )
+    seed: int | None = setting(
+        None,
+        Integer(0, 2**63 - 1, has_auto=True),
+        "Model",
+        "Where the seeds of requests without one come from; with a number, the same sequence of requests "
+        "gets the same seeds again.",
+    )
+
+    # ------------------------------------------------------------------ Memory
+    max_model_len: int | None = setting(
+        None,
+        Integer(16, _MAX_COUNT, has_auto=True),
+        "Memory",
+        "Longest context of one request in tokens, prompt and answer together: 32768, or 32K as in vLLM; auto "
+        "is the model's maximum, or what fits.",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        Number(0, 1, open_below=True),
+        "Memory",
+        "Share of the GPU's memory that kvd may take: weights, activations and KV cache together.",
+        no_effect="on the CPU, where cpu_memory_utilization or kv_cache_memory_bytes sizes the KV cache",
+    )
+    cpu_memory_utilization: float = setting(
+        0.3,
+        Number(0, 1, open_below=True),
+        "Memory",
+        "On the CPU: share of the free RAM, after loading the weights, that the KV cache takes.",
+        origin="kvd",
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        Size(),
+        "Memory",
+        "Exact size of the KV cache, such as 4GiB; overrides both shares above.",
+        null_means="the share above decides",
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None,
+        Integer(1, _MAX_COUNT),
+        "Memory",
+        "Exact number of KV blocks, on the CPU too; overrides every size above.",
+        null_means="sized by memory",
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        Choice(("auto", "int8", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"), _KV_NAMES),
+        "Memory",
+        "Element type of the KV cache; auto is int8 with one scale per token and head, and the remedies that "
+        "the model needs. fp8 needs a GPU.",
+    )
+    block_size: int = setting(
+        16,
+        Integer(1, 2**20),
+        "Memory",
+        "Tokens per KV block. Only 16: kernels, cache keys and files on disk are built on it.",
+    )
+    cpu_threads: int | None = setting(
+        None,
+        Integer(1, 4096, has_auto=True),
+        "Memory",
+        "Threads that compute on the CPU; auto is one per physical core.",
+        origin="kvd",
+    )
+    device: str = setting(
+        "auto",
+        Choice(("auto", "cpu", "cuda")),
+        "Memory",
+        "Where to compute. This version computes on the CPU.",
+    )
+    backend: str = setting(
+        "auto",
+        Choice(("auto", "reference")),
+        "Memory",
+        "Implementation of the numeric operations; one that is asked for by name and cannot run is an error.",
+        origin="kvd",
+    )
+
+    # ------------------------------------------------------------------ Cache
+    enable_prefix_caching: bool = setting(
+        True,
+        Boolean(),
+        "Cache",
+        "Keep finished KV blocks and reuse them for requests that begin with the same tokens.",
+    )
+    max_cached_tokens: int | None = setting(
+        None,
+        Integer(0, _MAX_COUNT),
+        "Cache",
+        "Most tokens to keep cached for reuse beside those in use.",
+        null_means="no limit but the memory",
+        origin="kvd",
+        no_effect=NOT_YET,
+    )
+    swap_space: float = setting(
+        0.0,
+        Number(0, 2**20),
+        "Cache",
+        "GiB of RAM for blocks that left the KV cache.",
+        no_effect=NOT_YET,
+    )
+    disk_cache: DiskCache | None = setting(  # noqa: RUF009
+        None,
+        DiskCacheKind(),
+        "Cache",
+        "A folder, and the most it may hold, for blocks that should survive a restart.",
+        null_means="none",
+        origin="kvd",
+        no_effect=NOT_YET,
+    )
+    kv_eviction: str = setting(
+        "none",
+        Choice(("none", "sliding_window", "streaming", "heavy_hitter")),
+        "Cache",
+        "How to go on when one request outgrows the KV cache by forgetting tokens; none ends it.",
+        origin="kvd",
+        no_effect=NOT_YET,
+    )
+
+    # ------------------------------------------------------------------ Scheduling
+    max_num_seqs: int | None = setting(
+        None,
+        Integer(1, 4096, has_auto=True),
+        "Scheduling",
+        "Most requests that run at the same time; the others wait.",
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        Integer(16, 2**20, has_auto=True),
+        "Scheduling",
+        "Most tokens that one step computes; longer prompts take several steps.",
+    )
+    target_itl_ms: float | None = setting(
+        None,
+        Number(0, 60_000, open_below=True),
+        "Scheduling",
+        "Gap between two tokens of a stream, in milliseconds, that other requests' prompts may not exceed.",
+        null_means="no target",
+        origin="kvd",
+        no_effect=NOT_YET,
+    )
+    max_waiting: int = setting(
+        256,
+        Integer(0, 10**6),
+        "Scheduling",
+        "Most requests that wait for their turn; more are refused with 503.",
+        origin="kvd",
+    )
+    queue_timeout: float | None = setting(
+        None,
+        Number(0, 10**7, open_below=True),
+        "Scheduling",
+        "Seconds that a request may wait for its turn before it is refused.",
+        null_means="no limit",
+        origin="kvd",
+    )
+    drain_timeout: float = setting(
+        30.0,
+        Number(0, 10**7),
+        "Scheduling",
+        "Seconds that running requests get to finish after a first SIGINT or SIGTERM.",
+        origin="kvd",
+    )
+
+    # ------------------------------------------------------------------ Server
+    host: str = setting(
+        "127.0.0.1",
+        Text("a host name or an address"),
+        "Server",
+        "Address to listen on. Any but a loopback address needs api_key or insecure.",
+    )
+    port: int = setting(8000, Integer(0, 65535), "Server", "Port to listen on; 0 takes a free one.")
+    api_key: tuple[str, ...] = setting(
+        (),
+        TextList("a key or a list of keys"),
+        "Server",
+        "Key, or keys, of which a client must send one.",
+        null_means="no key is needed",
+        environment="KVD_API_KEY",
+        secret=True,
+    )
+    insecure: bool = setting(
+        False,
+        Boolean(),
+        "Server",
+        "Allow a host that other machines reach without any key.",
+        origin="kvd",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        TextList("a host name or a list of them", commas=True),
+        "Server",
+        "Further Host headers to accept; loopback names and the bound host always are.",
+        null_means="none",
+        origin="kvd",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        TextList("an origin such as https://chat.example.org, or a list of them", commas=True),
+        "Server",
+        "Web pages' origins that may call the server from a browser; localhost always may, * is everybody.",
+        null_means="none",
+    )
+    max_body_size: int = setting(64 * 2**20, Size(1024), "Server", "Largest body of a request.", origin="kvd")
+    dashboard: bool | None = setting(
+        None,
+        Boolean(has_auto=True),
+        "Server",
+        "Show the dashboard in the terminal; auto does where there is one, and logs to stderr elsewhere.",
+        origin="kvd",
+    )
+    log_level: str = setting(
+        "info",
+        Choice(("debug", "info", "warning", "error"), {"warn": "warning"}),
+        "Server",
+        "Least important messages to log.",
+        origin="kvd",
+    )
+    home: str = setting(
+        "~/.cache/kvd",
+        Text("a directory"),
+        "Server",
+        "Where downloads, prepared models and crash logs live.",
+        origin="kvd",
+        environment="KVD_HOME",
+    )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that clients may ask for; never empty."""
+        return self.served_model_name or (self.model,)
+
+    @property
+    def home_path(self) -> Path:
+        """`home` with a leading `~` expanded, absolute."""
+        return Path(self.home).expanduser().absolute()
+
+
+SETTINGS: dict[str, Setting] = table(Config)
+"""Every setting by name, in the order of declaration."""
+
+SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(row.section for row in SETTINGS.values()))

@@ -1,0 +1,111 @@
+"""Checks between settings, and against this version of kvd.
+
+Purpose: refuse what cannot work before anything is loaded, with the reason and the way out, and announce what
+has no effect. Called by `config_load` alone. Every function takes `where(name)`: the setting's name with the
+place that set it, as an error begins.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from pathlib import Path
+
+from kvd.config import SETTINGS, Config
+from kvd.errors import ConfigError
+
+Where = Callable[[str], str]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_inline_template(chat_template: str) -> bool:
+    """Whether a chat template is the template itself rather than a path, as vLLM allows."""
+    return any(mark in chat_template for mark in ("{{", "{%", "\n"))
+
+
+def check(config: Config, where: Where) -> list[str]:
+    """Notices about `config`; raises ConfigError."""
+    _check_model(config, where)
+    _check_memory(config, where)
+    _check_access(config, where)
+    notices = [
+        f"{where(name)} has no effect {setting.no_effect}"
+        for name, setting in SETTINGS.items()
+        if setting.no_effect and getattr(config, name) != setting.default
+    ]
+    exact = [name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(config, name)]
+    weaker = [*exact[1:], "cpu_memory_utilization"] if exact else []
+    notices += [
+        f"{where(name)} has no effect beside {exact[0]}"
+        for name in weaker
+        if getattr(config, name) != SETTINGS[name].default
+    ]
+    return notices
+
+
+def _check_model(config: Config, where: Where) -> None:
+    names = config.served_model_name
+    for name in names:
+        if name != name.strip():
+            raise ConfigError(f"{where('served_model_name')}: {name!r} begins or ends with a blank")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{where('served_model_name')}: the same name stands there twice")
+    template = config.chat_template
+    if template is not None and not is_inline_template(template) and not Path(template).is_file():
+        raise ConfigError(f"{where('chat_template')}: no such file: {template}")
+    if Path(config.home).expanduser().is_file():
+        raise ConfigError(f"{where('home')}: expected a directory, {config.home} is a file")
+
+
+def _check_memory(config: Config, where: Where) -> None:
+    if config.block_size != 16:
+        raise ConfigError(
+            f"{where('block_size')}: {config.block_size} is refused: kvd's kernels, cache keys and files "
+            "are built on blocks of 16 tokens, and reuse below a block makes other sizes pointless"
+        )
+    if config.device == "cuda":
+        raise ConfigError(f"{where('device')}: cuda is refused: this version of kvd computes on the CPU")
+    if config.kv_cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"{where('kv_cache_dtype')}: {config.kv_cache_dtype} is refused on the CPU, which has no "
+            "fp8 arithmetic; int8 takes the same memory and is closer to 16 bits"
+        )
+    batched, running = config.max_num_batched_tokens, config.max_num_seqs
+    if batched is not None and running is not None and batched < running:
+        raise ConfigError(
+            f"{where('max_num_batched_tokens')}: {batched} is less than max_num_seqs "
+            f"({running}): each running request needs one token per step"
+        )
+
+
+def _check_access(config: Config, where: Where) -> None:
+    for key in config.api_key:
+        if key != key.strip():
+            raise ConfigError(f"{where('api_key')}: the key begins or ends with a blank; clients would fail with 401")
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"{where('api_key')}: expected printable ASCII without blanks, which HTTP headers can carry"
+            )
+    if len(set(config.api_key)) != len(config.api_key):
+        raise ConfigError(f"{where('api_key')}: the same key stands there twice")
+    if not is_loopback(config.host) and not config.api_key and not config.insecure:
+        raise ConfigError(
+            f"{where('host')}: {config.host} can be reached from other machines: add --api-key KEY (or api_key "
+            "in the file, or KVD_API_KEY), or --insecure to serve everybody"
+        )
+    for origin in config.allowed_origins:
+        scheme, separator, rest = origin.partition("://")
+        if origin != "*" and (not separator or scheme not in ("http", "https") or not rest or "/" in rest):
+            raise ConfigError(f"{where('allowed_origins')}: expected scheme://host[:port] or *, got {origin!r}")
+    for host in config.allowed_hosts:
+        if "/" in host:
+            raise ConfigError(f"{where('allowed_hosts')}: expected a host name without scheme or path, got {host!r}")
