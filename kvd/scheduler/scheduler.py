@@ -47,6 +47,8 @@ from kvd.scheduler.preemption import choose_victim, oldest_of
 from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.tally import Tally
 
+__all__ = ["Scheduler", "SchedulerConfig"]
+
 MAX_IN_FLIGHT = 2
 """A step that runs, and one planned behind it."""
 
@@ -69,7 +71,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, cache: CacheManager, clock: Callable[[], float]) -> None:
         self.config = config
-        self._cache = cache
+        self.cache = cache
         self._clock = clock
         # The last token of a request is sampled but never stored, hence one more than the cache holds.
         self._max_total = min(config.max_model_len, cache.capacity_tokens + 1)
@@ -88,15 +90,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def check(self, request: Request, *, num_not_added: int = 0) -> None:
+    def check(self, request: Request, *, num_arriving: int = 0) -> None:
         """Refuse what can never run, and what is too much now.
 
-        `num_not_added`: requests that were checked and are on their way to `add`; they count as waiting.
+        `num_arriving`: requests that were checked and are on their way to `add`; they count as waiting.
         Raises RequestError (no prompt), ContextLengthExceeded or ServerOverloaded. Any thread.
         """
-        check_length(request, self.config.max_model_len, self._cache.capacity_tokens)
+        check_length(request, self.config.max_model_len, self.cache.capacity_tokens)
         limit = self.config.max_num_seqs + self.config.max_waiting
-        num_present = len(self._states) + num_not_added
+        num_present = len(self._states) + num_arriving
         if num_present >= limit:
             raise ServerOverloaded(
                 f"The server is busy with {num_present} requests, of which {self.config.max_num_seqs} may run at "
@@ -109,7 +111,7 @@ class Scheduler:
         assert request.request_id not in self._states, f"request {request.request_id} is already here"
         assert request.sampling.max_tokens > 0, "max_tokens is validated before"
         self._num_added += 1
-        state = RequestState(request, self._num_added, self._cache.open(request.cache_salt), self._max_total)
+        state = RequestState(request, self._num_added, self.cache.open(request.cache_salt), self._max_total)
         self._states[request.request_id] = state
         insort(self._waiting, state, key=_order_of_service)
         if request.deadline is not None:
@@ -153,12 +155,12 @@ class Scheduler:
                 state.num_in_flight -= 1
                 if state.must_release and not state.num_in_flight:
                     self._release(state)
-            self._cache.release(flight.replaced_blocks)
+            self.cache.release(flight.replaced_blocks)
         return events
 
     def reset_cache(self) -> int:
         """Drop all cached blocks that nobody uses; returns how many."""
-        return self._cache.reset()
+        return self.cache.reset()
 
     # ------------------------------------------------------------------ planning
 
@@ -213,7 +215,7 @@ class Scheduler:
 
     def _find_room(self, state: RequestState, oldest: RequestState, budget: Budget) -> bool:
         """Make the table of `state` cover its next token, at the cost of others if need be."""
-        while not self._cache.append(state.blocks, state.num_planned + 1):
+        while not self.cache.append(state.blocks, state.num_planned + 1):
             budget.close_admissions()
             if self._num_releasing or any(flight.replaced_blocks for flight in self._in_flight):
                 return False  # blocks are on their way: they are here when the step in flight is committed
@@ -240,12 +242,12 @@ class Scheduler:
             state = self._waiting[0]
             if state.must_release:
                 return
-            if self._running and self._refused == (state, self._cache.num_releases):
+            if self._running and self._refused == (state, self.cache.num_releases):
                 return  # no block was given back since it was refused
             spare = spare_blocks(self._running, state, self.config.min_expected_growth_tokens)
-            num_cached = self._cache.allocate(state.blocks, state.token_ids, num_spare_blocks=spare)
+            num_cached = self.cache.allocate(state.blocks, state.token_ids, num_spare_blocks=spare)
             if num_cached is None:
-                self._refused = (state, self._cache.num_releases)
+                self._refused = (state, self.cache.num_releases)
                 return
             self._waiting.pop(0)
             insort(self._running, state, key=_order_of_service)
@@ -260,7 +262,7 @@ class Scheduler:
             state.first_scheduled = self._clock()
             state.num_cached_tokens = num_cached
             budget.new_requests.append(state.request)
-            self._tally.count_admission(state.num_prompt, num_cached, was_looked_up=self._cache.enable_prefix_caching)
+            self._tally.count_admission(state.num_prompt, num_cached, was_looked_up=self.cache.enable_prefix_caching)
 
     # ------------------------------------------------------------------ committing
 
@@ -284,7 +286,7 @@ class Scheduler:
                 self._release(state)
         assert next(samples, None) is None, f"step {plan.step_id} has more samples than it was asked for"
         if flight.replaced_blocks:
-            self._cache.release(flight.replaced_blocks)
+            self.cache.release(flight.replaced_blocks)
         self._tally.count_step(num_prefill, plan.num_tokens - num_prefill, len(plan.items), result.seconds)
         return events
 
@@ -302,11 +304,11 @@ class Scheduler:
     def _publish(self, state: RequestState) -> None:
         if state.num_computed // BLOCK_SIZE <= state.blocks.num_published:
             return
-        replaced = self._cache.publish(state.blocks, state.token_ids, state.num_computed)
+        replaced = self.cache.publish(state.blocks, state.token_ids, state.num_computed)
         if replaced and state.num_in_flight:
             self._in_flight[-1].replaced_blocks.extend(replaced)
         elif replaced:
-            self._cache.release(replaced)
+            self.cache.release(replaced)
 
     def _accept(self, state: RequestState, sample: Sample, now: float) -> TokenEvent:
         assert sample.request_id == state.request.request_id, f"{sample.request_id} is not next in the plan"
@@ -349,7 +351,7 @@ class Scheduler:
         """Give back blocks and slot; no plan in flight names the request."""
         assert state.slot is not None
         assert not state.num_in_flight
-        self._cache.free(state.blocks)
+        self.cache.free(state.blocks)
         heappush(self._free_slots, state.slot)
         state.slot = None
         state.num_planned = state.num_computed = state.prefill_target = 0
@@ -376,7 +378,7 @@ class Scheduler:
         return self._tally.last_step
 
     def counters(self) -> Counters:
-        return self._tally.freeze(self._cache.num_evicted_blocks)
+        return self._tally.freeze(self.cache.num_evicted_blocks)
 
     def request_views(self) -> tuple[RequestView, ...]:
         """Running requests, then waiting ones, each in order of service."""
