@@ -11,12 +11,13 @@ import asyncio
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from kvd.core import EngineInfo, FinishReason, Request, RequestView, Snapshot, StepMix, StepPlan, TokenEvent
+from kvd.core import EngineInfo, FinishReason, Request, RequestView, Snapshot, StepPlan, TokenEvent
 from kvd.engine.runner import Runner
 from kvd.engine.statistics import Statistics
 from kvd.engine.streams import TokenStream
@@ -57,7 +58,6 @@ class Engine:
         self._state: Literal["loading", "ready", "draining", "failed"] = "loading"
         self._failure = ""
         self._started = self._last_progress = self._last_published = time.monotonic()
-        self._last_mix = StepMix()
         self._is_stopping = False
         self._details: tuple[float, tuple[RequestView, ...]] = (0.0, ())
         self._snapshot = self._take_snapshot()
@@ -66,7 +66,8 @@ class Engine:
     # ------------------------------------------------------------------ the step loop (engine thread)
 
     def _step(self) -> None:
-        plan = self._scheduler.plan()
+        self._finish(self._scheduler.expire())
+        plan = self._scheduler.plan() if self._scheduler.has_work else None
         if plan is None:
             self._take_commands(IDLE_POLL_SECONDS)  # blocked: only a command or time can help
             return
@@ -75,8 +76,9 @@ class Engine:
         except Exception as error:
             self._fail_step(plan, error)
             return
+        self._last_progress = time.monotonic()
         events = self._scheduler.commit(plan, result)
-        self._record(plan, events, result.seconds)
+        self._statistics.step(plan.num_tokens, events, self._last_progress)
         self._deliver(events)
 
     def _run(self) -> None:
@@ -89,9 +91,9 @@ class Engine:
         except BaseException as error:  # a fault of ours: everybody who waits must hear of it
             self._state, self._failure = "failed", f"{type(error).__name__}: {error}"
             self._log("error", f"the engine stopped: {self._failure}")
+            self._log("debug", traceback.format_exc())
             self._snapshot = replace(self._snapshot, state="failed")
             self._call_loop(self._fail_streams)
-            raise
 
     def _take_commands(self, timeout: float | None) -> None:
         """Run all commands that have come; wait for the first up to `timeout` seconds (None: until it comes)."""
@@ -106,19 +108,16 @@ class Engine:
         """The runner failed: its blocks may be half written, so every request ends and no cached block stays."""
         message = f"step {plan.step_id} failed: {type(error).__name__}: {error}"
         self._log("error", message)
-        events = self._scheduler.fail_all(message)
+        self._log("debug", traceback.format_exc())
+        self._last_progress = time.monotonic()
+        self._finish(self._scheduler.fail_all(message))
         self._scheduler.reset_cache()
+
+    def _finish(self, events: list[TokenEvent]) -> None:
+        """Deliver events of requests that ended outside a step."""
         for event in events:
             self._statistics.ended(event)
-        self._last_progress = time.monotonic()
         self._deliver(events)
-
-    def _record(self, plan: StepPlan, events: list[TokenEvent], seconds: float) -> None:
-        now = time.monotonic()
-        self._last_progress = now
-        num_decode = sum(1 for item in plan.items if item.samples and item.num_tokens == 1)
-        self._last_mix = StepMix(num_decode, plan.num_tokens - num_decode, len(plan.items), seconds)
-        self._statistics.step(plan.num_tokens, events, now)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         if events:
@@ -146,8 +145,7 @@ class Engine:
         event = self._scheduler.abort(request_id, reason)
         if event is None:
             return False
-        self._statistics.ended(event)
-        self._deliver([event])
+        self._finish([event])
         return True
 
     def _publish(self) -> None:
@@ -170,7 +168,7 @@ class Engine:
             num_blocks_cached=cache.num_blocks_cached,
             num_blocks_free=cache.num_blocks_free,
             counters=self._scheduler.counters(),
-            last_step=self._last_mix,
+            last_step=self._scheduler.last_step,
             histograms=self._statistics.freeze(),
         )
 

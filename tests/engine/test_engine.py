@@ -38,9 +38,7 @@ class FakeRunner:
 class Fixture:
     def __init__(self, num_blocks: int = 64, max_waiting: int = 8) -> None:
         self.runner = FakeRunner()
-        manager = CacheManager(
-            num_blocks=(num_blocks,), windows=(0,), enable_prefix_caching=True, key_seed=b"test"
-        )
+        manager = CacheManager(num_blocks=(num_blocks,), windows=(0,), enable_prefix_caching=True, key_seed=b"test")
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, max_waiting=max_waiting),
             manager,
@@ -71,7 +69,7 @@ async def test_a_request_is_answered_and_leaves_nothing_behind() -> None:
     assert [event.token_id for event in events] == [7] * 5
     assert events[-1].finish_reason == "length"
     assert events[-1].timing is not None
-    await until(lambda: fixture.engine._snapshot.num_running == 0)
+    await until(lambda: fixture.engine._snapshot.counters.finished == (("length", 1),))
     snapshot = await fixture.engine.snapshot()
     assert (snapshot.num_blocks_active, snapshot.counters.generation_tokens) == (0, 5)
     assert snapshot.histograms["time_to_first_token_seconds"].total == 1
@@ -139,7 +137,6 @@ async def test_a_step_that_fails_is_reported_and_the_next_request_is_served() ->
     await fixture.engine.stop(1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_dead_engine_is_reported_to_everybody() -> None:
     fixture = Fixture()
     await fixture.engine.start()
