@@ -58,8 +58,6 @@ def estimate_quantile(histogram: Histogram, quantile: float) -> float | None:
         if count >= rank and count > previous_count:
             if math.isinf(bound):
                 return previous_bound
-            return previous_bound + (bound - previous_bound) * (rank - previous_count) / (
-                count - previous_count
-            )
+            return previous_bound + (bound - previous_bound) * (rank - previous_count) / (count - previous_count)
         previous_bound, previous_count = bound, count
     return previous_bound

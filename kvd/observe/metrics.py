@@ -74,9 +74,7 @@ class MetricsExporter(Collector):
         if self._snapshot is None:
             return
         counters = self._snapshot.counters
-        hit_rate = self._window.update(
-            self._snapshot.time, counters.prefix_hit_tokens, counters.prefix_query_tokens
-        )
+        hit_rate = self._window.update(self._snapshot.time, counters.prefix_hit_tokens, counters.prefix_query_tokens)
         yield from _vllm_families(self._snapshot)
         yield from _kvd_families(self._snapshot, hit_rate)
 
@@ -125,9 +123,7 @@ def _vllm_families(snapshot: Snapshot) -> Iterator[Metric]:
         "enable_prefix_caching": str(info.prefix_caching),
         "kv_cache_memory_bytes": str(info.budget.kv_bytes),
     }
-    cache = GaugeMetricFamily(
-        "vllm:cache_config_info", "How the KV cache is set up.", labels=[*names, *settings]
-    )
+    cache = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=[*names, *settings])
     cache.add_metric([*values, *settings.values()], 1)
     yield cache
 
@@ -166,9 +162,7 @@ def _kvd_families(snapshot: Snapshot, hit_rate: float) -> Iterator[Metric]:
         counter = CounterMetricFamily(f"kvd:{name}", help_text, labels=names)
         counter.add_metric(values, count)
         yield counter
-    evictions = CounterMetricFamily(
-        "kvd:evictions", "Cached blocks dropped, by reason.", labels=[*names, "reason"]
-    )
+    evictions = CounterMetricFamily("kvd:evictions", "Cached blocks dropped, by reason.", labels=[*names, "reason"])
     evictions.add_metric([*values, "capacity"], counters.num_evicted_blocks)
     yield evictions
     preemptions = CounterMetricFamily("kvd:preemptions", "Preemptions, by way.", labels=[*names, "way"])

@@ -1,0 +1,70 @@
+"""The aiohttp application: routes, and what its handlers share.
+
+Event loop only. Every route answers with and without `/v1`.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvd.errors import RequestError
+from kvd.observe.event_log import EventLog
+from kvd.server import control, operations
+from kvd.server.chat import chat_completions
+from kvd.server.completions import completions
+from kvd.server.guard import Guard
+from kvd.server.interfaces import GenerationEngine
+from kvd.server.middleware import Handler, add_common_headers, boundary
+from kvd.server.responses import error_response, short
+from kvd.server.settings import ServerSettings
+from kvd.server.state import STATE, ServerState
+from kvd.text.text_model import TextModel
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/chat/completions", chat_completions),
+    ("POST", "/completions", completions),
+    ("GET", "/models", operations.list_models),
+    ("GET", "/models/{model:.+}", operations.retrieve_model),
+    ("GET", "/health", operations.health),
+    ("GET", "/metrics", operations.metrics),
+    ("POST", "/tokenize", operations.tokenize),
+    ("POST", "/detokenize", operations.detokenize),
+    ("GET", "/kvd/snapshot", control.snapshot),
+    ("GET", "/kvd/events", control.events),
+    ("GET", "/kvd/requests", control.list_requests),
+    ("POST", "/kvd/requests/{request_id}/abort", control.abort_request),
+    ("POST", "/kvd/cache/reset", control.reset_cache),
+)
+"""Method, path without `/v1`, handler."""
+
+
+def build_app(
+    engine: GenerationEngine, text: TextModel, *, config: ServerSettings, event_log: EventLog | None = None
+) -> web.Application:
+    """The application for one engine; run it with `kvd.server.lifecycle.serve`."""
+    app = web.Application(middlewares=[boundary], client_max_size=config.max_body_bytes)
+    app[STATE] = ServerState(
+        engine=engine, text=text, settings=config, guard=Guard(config), event_log=event_log or EventLog()
+    )
+    for method, path, handler in ROUTES:
+        for prefix in ("", "/v1"):
+            app.router.add_route(method, prefix + path, handler, expect_handler=_answer_expectation)
+            if method == "GET":
+                app.router.add_route("HEAD", prefix + path, handler)
+    app.on_response_prepare.append(add_common_headers)
+    app.on_shutdown.append(_end_event_streams)
+    return app
+
+
+async def _answer_expectation(request: web.Request) -> web.StreamResponse | None:
+    """`Expect: 100-continue` gets its interim answer; any other expectation is refused as JSON."""
+    expectation = request.headers.get("Expect", "")
+    if expectation.lower() == "100-continue":
+        assert request.transport is not None
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return None
+    return error_response(RequestError(f"expectation '{short(expectation)}' cannot be met", status=417))
+
+
+async def _end_event_streams(app: web.Application) -> None:
+    app[STATE].is_closing.set()

@@ -1,0 +1,247 @@
+"""From token events to text: what all generating endpoints share between engine and wire. Event loop only.
+
+A `Generation` owns the engine requests of one HTTP request. Invariant: when its context is left, however that
+happens, none of them goes on running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from kvd.core import Request, SamplingParams, TokenEvent
+from kvd.errors import EngineFailure, RequestError, ServerOverloaded
+from kvd.server.interfaces import TokenStream
+from kvd.server.logprobs import LogprobTracker, TokenLogprob
+from kvd.server.state import ServerState
+from kvd.text.detokenizer import OutputStream
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one wake-up adds to one choice; the last piece of a choice has a finish reason."""
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: StopReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one HTTP request, summed over its choices."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+class Choice:
+    """One sequence that is being generated."""
+
+    def __init__(self, index: int, stream: TokenStream, output: OutputStream, tracker: LogprobTracker | None) -> None:
+        self.index = index
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self._stream = stream
+        self._output = output
+        self._tracker = tracker
+        self._has_ended = False
+
+    def abort(self) -> None:
+        self._stream.abort()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces as they come; raises a `RequestError` when the engine ends the request by a fault or
+        abort.
+        """
+        async for events in self._stream:
+            piece = self._take(events)
+            if piece.text or piece.logprobs or piece.finish_reason is not None:
+                yield piece
+            if self._has_ended:
+                return
+        assert self._has_ended, "a token stream ends with a finish reason"
+
+    def _take(self, events: Sequence[TokenEvent]) -> Piece:
+        texts: list[str] = []
+        finish_reason: StopReason | None = None
+        for event in events:
+            self._count(event)
+            if event.token_id is not None and event.finish_reason != "stop":
+                if self._tracker is not None:
+                    self._tracker.add(event.logprobs)
+                texts.append(self._output.push([event.token_id]))
+            if self._output.stopped:
+                self._stream.abort()  # the engine may be a few tokens ahead; they are neither sent nor counted
+                finish_reason = "stop"
+                break
+            if event.finish_reason is not None:
+                finish_reason = _stop_reason(event)
+                texts.append(self._output.finish())
+        self._has_ended = finish_reason is not None
+        logprobs = () if self._tracker is None else tuple(self._tracker.take())
+        return Piece(self.index, "".join(texts), logprobs, finish_reason)
+
+    def _count(self, event: TokenEvent) -> None:
+        self.num_prompt_tokens = event.num_prompt_tokens
+        self.num_cached_tokens = event.num_cached_tokens
+        self.num_output_tokens = event.num_output_tokens
+
+
+def _stop_reason(event: TokenEvent) -> StopReason:
+    """ "stop" or "length"; raises the error that any other end is."""
+    match event.finish_reason:
+        case "stop" | "length" as reason:
+            return reason
+        case "timeout":
+            raise RequestError(
+                f"request {event.request_id} ran out of time", status=504, kind="server_error", code="timeout"
+            )
+        case "abort":
+            # A status that clients do not retry by themselves: an operator wanted the request gone.
+            raise RequestError(
+                f"request {event.request_id} was aborted", status=499, kind="server_error", code="request_aborted"
+            )
+        case _:
+            raise EngineFailure(f"request {event.request_id} failed: {event.error or 'no reason given'}")
+
+
+class Generation:
+    """The choices of one HTTP request, submitted together."""
+
+    def __init__(self, state: ServerState, request_id: str, choices: list[Choice]) -> None:
+        self.request_id = request_id
+        self._state = state
+        self._choices = choices
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            sum(choice.num_prompt_tokens for choice in self._choices),
+            sum(choice.num_cached_tokens for choice in self._choices),
+            sum(choice.num_output_tokens for choice in self._choices),
+        )
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces of all choices in the order in which they come."""
+        source = self._choices[0].pieces() if len(self._choices) == 1 else _merge(self._choices)
+        try:
+            async for piece in source:
+                yield piece
+        except RequestError as error:
+            if error.code == "request_aborted" and self._state.is_draining:
+                raise ServerOverloaded("the server shut down before the answer was complete") from None
+            raise
+        finally:
+            await source.aclose()
+
+
+async def _merge(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
+    """Interleave the pieces of several choices; the first failure ends all."""
+    arrivals: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+    async def pump(choice: Choice) -> None:
+        try:
+            async for piece in choice.pieces():
+                arrivals.put_nowait(piece)
+            arrivals.put_nowait(None)
+        except Exception as error:
+            arrivals.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            arrival = await arrivals.get()
+            if isinstance(arrival, BaseException):
+                raise arrival
+            if arrival is None:
+                num_running -= 1
+            else:
+                yield arrival
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """What an endpoint wants generated: one engine request per prompt."""
+
+    request_id: str
+    endpoint: str
+    client: str
+    prompts: Sequence[tuple[int, ...]]
+    samplings: Sequence[SamplingParams]
+    stop: tuple[str, ...]
+    continues_text: bool  # the output goes on where the prompt ends, within one text
+    priority: int
+    cache_salt: str
+
+    def requests(self) -> list[Request]:
+        arrival = time.monotonic()
+        is_single = len(self.prompts) == 1
+        return [
+            Request(
+                request_id=self.request_id if is_single else f"{self.request_id}-{index}",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                arrival_time=arrival,
+                client=self.client,
+                endpoint=self.endpoint,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                choice_index=index,
+            )
+            for index, (prompt, sampling) in enumerate(zip(self.prompts, self.samplings, strict=True))
+        ]
+
+
+@contextmanager
+def run_generation(state: ServerState, job: GenerationJob) -> Iterator[Generation]:
+    """Submit a job and end whatever still runs of it on the way out.
+
+    Raises what the engine refuses a request with; then nothing of the job was started.
+    """
+    requests = job.requests()
+    choices: list[Choice] = []
+    state.active[job.request_id] = tuple(request.request_id for request in requests)
+    try:
+        for request in requests:
+            choices.append(_start(state, job, request))
+        yield Generation(state, job.request_id, choices)
+    finally:
+        for choice in choices:
+            choice.abort()
+        del state.active[job.request_id]
+
+
+def _start(state: ServerState, job: GenerationJob, request: Request) -> Choice:
+    sampling = request.sampling
+    wants_logprobs = sampling.num_logprobs is not None
+    output = state.text.open_output(
+        job.stop,
+        min_tokens=sampling.min_tokens,
+        continues_text=job.continues_text,
+        track_tokens=wants_logprobs,
+    )
+    tracker = LogprobTracker(state.text, output) if wants_logprobs else None
+    return Choice(request.choice_index, state.engine.submit(request), output, tracker)

@@ -1,0 +1,110 @@
+"""The one middleware: access rules before a handler, and one shape for everything that goes wrong in it.
+
+Event loop only. Invariant: whatever happens in a handler, the client gets JSON with a request id, or nothing
+because it has left; keys, bodies and query strings are never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+from aiohttp import web
+
+from kvd.errors import EngineFailure, RequestError
+from kvd.server.responses import error_response, request_too_large, short, translate_http_exception
+from kvd.server.state import CLIENT, REQUEST_ID, STATE, ServerState, describe_client, start_request_id
+
+logger = logging.getLogger("kvd.server")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+CLIENT_LEFT = 499
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics", "/v1/metrics"})
+_IS_ORIGIN_ALLOWED = "kvd_is_origin_allowed"
+
+
+@web.middleware
+async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every request passes here, also those to unknown routes."""
+    started = time.monotonic()
+    start_request_id(request, "req")
+    try:
+        response = await _answer(request, handler)
+    except (asyncio.CancelledError, ConnectionError):
+        _log(request, CLIENT_LEFT, started)
+        raise
+    _log(request, response.status, started)
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    state = request.app[STATE]
+    try:
+        _check_access(request, state)
+        if _is_preflight(request):
+            return web.Response(status=HTTPStatus.NO_CONTENT)
+        if request.path not in OPEN_PATHS:
+            request[CLIENT] = state.guard.identify(
+                request.headers.get("Authorization"), request.headers.get("x-api-key")
+            )
+        return await handler(request)
+    except RequestError as error:
+        return error_response(error)
+    except web.HTTPRequestEntityTooLarge:
+        return error_response(request_too_large(state.settings.max_body_bytes))
+    except web.HTTPException as error:
+        return translate_http_exception(error, method=request.method, path=request.rel_url.raw_path)
+    except ConnectionError:
+        raise
+    except Exception:
+        logger.exception("request %s failed", request[REQUEST_ID])
+        return error_response(EngineFailure(f"request {request[REQUEST_ID]} failed; the server's log says why"))
+
+
+def _check_access(request: web.Request, state: ServerState) -> None:
+    host, origin = request.headers.get("Host"), request.headers.get("Origin")
+    state.guard.check_host(host)
+    state.guard.check_origin(origin, host)
+    request[_IS_ORIGIN_ALLOWED] = origin is not None
+
+
+def _is_preflight(request: web.Request) -> bool:
+    headers = request.headers
+    return request.method == "OPTIONS" and "Origin" in headers and "Access-Control-Request-Method" in headers
+
+
+async def add_common_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Request id and CORS on every answer, errors and streams included (the `on_response_prepare` signal)."""
+    headers = response.headers
+    headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    if "Origin" in request.headers:
+        headers["Vary"] = "Origin"
+    if not request.get(_IS_ORIGIN_ALLOWED):
+        return
+    headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+    headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+    if _is_preflight(request):
+        wanted = request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type, x-api-key")
+        headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
+        headers["Access-Control-Allow-Headers"] = wanted
+        headers["Access-Control-Max-Age"] = "600"
+        if request.headers.get("Access-Control-Request-Private-Network") == "true":
+            headers["Access-Control-Allow-Private-Network"] = "true"
+
+
+def _log(request: web.Request, status: int, started: float) -> None:
+    level = logging.DEBUG if request.path in OPEN_PATHS and status < 400 else logging.INFO
+    logger.log(
+        level,
+        "%s %s %d %.0f ms %s %s",
+        request.method,
+        short(request.rel_url.raw_path, 100),
+        status,
+        1000 * (time.monotonic() - started),
+        request[REQUEST_ID],
+        describe_client(request),
+    )

@@ -1,0 +1,93 @@
+"""What the handlers of one server share. Event loop only; the keys of the application's and requests'
+storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from kvd.core import EngineInfo
+from kvd.errors import RequestError, ServerOverloaded
+from kvd.observe.event_log import EventLog
+from kvd.observe.metrics import MetricsExporter
+from kvd.server.guard import Guard
+from kvd.server.interfaces import GenerationEngine
+from kvd.server.responses import short
+from kvd.server.settings import ServerSettings
+from kvd.text.text_model import TextModel
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Owned by the application; handlers reach it through `STATE`."""
+
+    engine: GenerationEngine
+    text: TextModel
+    settings: ServerSettings
+    guard: Guard
+    event_log: EventLog
+    metrics: MetricsExporter = field(default_factory=MetricsExporter)
+    is_draining: bool = False
+    is_closing: asyncio.Event = field(default_factory=asyncio.Event)
+    active: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """HTTP request id → ids of its engine requests, while it runs."""
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return self.settings.served_names or self.engine.info.served_names
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names that clients are shown: the wildcard is no name."""
+        return tuple(name for name in self.served_names if name != "*") or (self.engine.info.model,)
+
+    def resolve_model(self, name: str | None) -> str:
+        """The model name for the answer; raises a 404 for one that is not served."""
+        if name is None:
+            return self.listed_names[0]
+        if name in self.served_names or "*" in self.served_names:
+            return name
+        raise RequestError(
+            f"model '{short(name)}' is not served here; served: {', '.join(self.listed_names)}",
+            status=404,
+            kind="not_found_error",
+            code="model_not_found",
+            param="model",
+        )
+
+    def check_accepting(self) -> None:
+        """Raise a 503 while the server shuts down."""
+        if self.is_draining:
+            raise ServerOverloaded("the server is shutting down; try again later", retry_after_seconds=5)
+
+
+STATE = web.AppKey("state", ServerState)
+
+REQUEST_ID = "kvd_request_id"
+CLIENT = "kvd_client"
+"""Keys of a request's own storage; strings, because aiohttp before 3.14 knows no typed ones."""
+
+
+def start_request_id(request: web.Request, prefix: str) -> str:
+    """Give the request an id of the protocol's form; it is also the X-Request-Id of the answer."""
+    request[REQUEST_ID] = request_id = f"{prefix}-{uuid.uuid4().hex}"
+    return request_id
+
+
+def describe_client(request: web.Request) -> str:
+    """Who asks, for people: the key's name, else user agent and address."""
+    if (name := request.get(CLIENT)) is not None:
+        return str(name)
+    agent = short(request.headers.get("User-Agent", "unknown"), 60)
+    return f"{agent} {request.remote or 'unknown'}"
+
+
+def system_fingerprint(info: EngineInfo) -> str:
+    """Changes when the model, its format or the arithmetic does, as clients that watch determinism expect."""
+    facts = (info.version, info.model, info.quantization, info.kv_cache_dtype, info.backend)
+    return "fp_" + hashlib.sha256("\0".join(facts).encode()).hexdigest()[:10]
