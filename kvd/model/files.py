@@ -13,6 +13,7 @@ class ModelFiles:
 
     name             the `model` string that was asked for
     format           "gguf": `weights` is one file; "hf": safetensors shards beside a config.json
+    directory        where config and tokenizer lie; for GGUF the folder of what was prepared from the file
     config           config.json, or the GGUF metadata translated to the same keys
     tokenizer_json   a file that `tokenizers.Tokenizer.from_file` reads (made from the metadata for GGUF)
     bos_token_id     the token that starts a sequence; `adds_bos` says whether plain prompts get it
