@@ -66,7 +66,12 @@ class ChatTemplate:
         """
         literals = Literals(control)
         self._check_kwargs(template_kwargs or {})
-        marked = [self._prepare(message, index, literals) for index, message in enumerate(messages)]
+        try:
+            marked = [self._prepare(message, index, literals) for index, message in enumerate(messages)]
+            marked_tools = literals.mark(tools) if tools else None
+            marked_kwargs = literals.mark(template_kwargs or {})
+        except RecursionError as error:
+            raise RequestError("messages, tools or chat_template_kwargs are nested too deeply") from error
         if continue_final_message:
             if not marked or marked[-1].get("role") != "assistant":
                 raise RequestError(
@@ -81,9 +86,9 @@ class ChatTemplate:
             marked[-1]["content"] = f"{marked[-1]['content']}{literals.final} "
         variables: dict[str, Any] = {
             **self._special_tokens,
-            **literals.mark(template_kwargs or {}),
+            **marked_kwargs,
             "messages": marked,
-            "tools": literals.mark(tools) if tools else None,
+            "tools": marked_tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         rendered = self._run(variables, literals, new_meter())

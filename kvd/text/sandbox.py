@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -36,6 +36,7 @@ MAX_PADDING = 100_000
 ROUND_WORK = 64
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "to_bytes"})
 _PADDING_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson"})
+_ROUND, _JOIN = "start round", "join values"  # filters that no template can name
 _REMOVED_FILTERS = ("pprint", "random", "urlize", "wordwrap", "xmlattr")
 
 
@@ -102,17 +103,20 @@ class _Instrument(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        join = nodes.EnvironmentAttribute("join_values")
-        return nodes.Call(join, node.nodes, [], None, None, lineno=node.lineno)
+        return _call_filter(_JOIN, node.nodes, node.lineno)
 
 
 def _charge_statement(owner: nodes.For | nodes.Macro) -> nodes.ExprStmt:
     """A round costs a constant and the literal text of the body, which no expression accounts for."""
     literal = sum(len(data.data) for part in owner.body for data in _template_data(part))
-    round_work = nodes.Const(literal, lineno=owner.lineno)
-    call = nodes.Call(nodes.EnvironmentAttribute("start_round"), [round_work], [], None, None)
-    statement = nodes.ExprStmt(call)
+    statement = nodes.ExprStmt(_call_filter(_ROUND, [nodes.Const(literal)], owner.lineno))
     return statement.set_lineno(owner.lineno)  # type: ignore[return-value]
+
+
+def _call_filter(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Expr:
+    """Filters are called directly; a call of anything else takes the sandbox several microseconds."""
+    first, *rest = arguments
+    return nodes.Filter(first, name, rest, [], None, None, lineno=lineno)
 
 
 def _template_data(node: nodes.Node) -> Iterable[nodes.TemplateData]:
@@ -137,6 +141,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             del self.filters[name]
         for name, function in self.filters.items():
             self.filters[name] = _guarded_filter(name, function, self.meter)
+        self.filters[_ROUND] = _start_round
+        self.filters[_JOIN] = _join_values
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -153,16 +159,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(value, str):
             self.meter.charge_output(len(value))
         return value
-
-    def start_round(self, literal_length: int) -> None:
-        self.meter.charge(ROUND_WORK)
-        if literal_length:
-            self.meter.charge_output(literal_length)
-
-    def join_values(self, *values: object) -> str:
-        texts = [str(value) for value in values]
-        self.meter.charge(sum(map(len, texts)))
-        return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.meter.charge(_binop_length(operator, left, right))
@@ -185,6 +181,27 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return wrapped(*args, **kwargs)
 
         return checked
+
+
+# With a context as first argument these two are never run, and optimised away, by the compiler.
+@pass_context
+def _start_round(context: Context, literal_length: int) -> None:
+    meter = _meter(context)
+    meter.charge(ROUND_WORK)
+    if literal_length:
+        meter.charge_output(literal_length)
+
+
+@pass_context
+def _join_values(context: Context, *values: object) -> str:
+    texts = [str(value) for value in values]
+    _meter(context).charge(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _meter(context: Context) -> Meter:
+    assert isinstance(context.environment, BoundedEnvironment)
+    return context.environment.meter
 
 
 def to_json(
