@@ -24,7 +24,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_LEFT = 499
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics", "/v1/metrics"})
-_IS_ORIGIN_ALLOWED = "kvd_is_origin_allowed"
+_IS_ORIGIN_ALLOWED = web.RequestKey("is_origin_allowed", bool)
 
 
 @web.middleware
@@ -48,9 +48,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         if _is_preflight(request):
             return web.Response(status=HTTPStatus.NO_CONTENT)
         if request.path not in OPEN_PATHS:
-            request[CLIENT] = state.guard.identify(
-                request.headers.get("Authorization"), request.headers.get("x-api-key")
-            )
+            headers = request.headers
+            name = state.guard.identify(headers.get("Authorization"), headers.get("x-api-key"))
+            if name is not None:
+                request[CLIENT] = name
         return await handler(request)
     except RequestError as error:
         return error_response(error)

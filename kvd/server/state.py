@@ -68,21 +68,22 @@ class ServerState:
 
 STATE = web.AppKey("state", ServerState)
 
-REQUEST_ID = "kvd_request_id"
-CLIENT = "kvd_client"
-"""Keys of a request's own storage; strings, because aiohttp before 3.14 knows no typed ones."""
+REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT = web.RequestKey("client", str)
+"""Set only where a key identified the client."""
 
 
 def start_request_id(request: web.Request, prefix: str) -> str:
     """Give the request an id of the protocol's form; it is also the X-Request-Id of the answer."""
-    request[REQUEST_ID] = request_id = f"{prefix}-{uuid.uuid4().hex}"
+    request_id = f"{prefix}-{uuid.uuid4().hex}"
+    request[REQUEST_ID] = request_id
     return request_id
 
 
 def describe_client(request: web.Request) -> str:
     """Who asks, for people: the key's name, else user agent and address."""
-    if (name := request.get(CLIENT)) is not None:
-        return str(name)
+    if CLIENT in request:
+        return request[CLIENT]
     agent = short(request.headers.get("User-Agent", "unknown"), 60)
     return f"{agent} {request.remote or 'unknown'}"
 
