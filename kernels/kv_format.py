@@ -158,8 +158,7 @@ def build_kv_format(layers: Iterable[tuple[int, LayerFormat]]) -> KVFormat:
     # The full-attention group comes first: its blocks are the ones that prefix caching is about.
     return KVFormat(
         tuple(
-            GroupFormat(group_id, window, tuple(by_window[window]))
-            for group_id, window in enumerate(sorted(by_window))
+            GroupFormat(group_id, window, tuple(by_window[window])) for group_id, window in enumerate(sorted(by_window))
         )
     )
 
