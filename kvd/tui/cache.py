@@ -1,0 +1,67 @@
+"""Prefix cache: hit rate lately and in total, and what a pool that is too small costs."""
+
+from __future__ import annotations
+
+from kvd.tui.charts import area
+from kvd.tui.format import NOTHING, exact, fit_right, percent, short_count
+from kvd.tui.palette import gradient
+from kvd.tui.panel import Panel, Spans, justify
+from kvd.tui.view import Link, View
+
+_NUM_FACTS = 5
+_MIN_GRAPH_ROWS = 3
+
+
+class CachePanel(Panel):
+    """Hit rate in tokens, evictions, preemptions and what had to be computed again."""
+
+    def titles(self, view: View | None, link: Link) -> tuple[str, str]:
+        return "Prefix cache", ""
+
+    def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:
+        if view is None:
+            return []
+        counters, recent = view.snapshot.counters, view.recent
+        lines: list[Spans] = []
+        if view.snapshot.info.prefix_caching:
+            window = f"{max(1, round(recent.seconds))}s"
+            queries, hits = counters.prefix_query_tokens, counters.prefix_hit_tokens
+            lately = percent(recent.hit_tokens, recent.query_tokens) if recent.query_tokens else NOTHING
+            lines.append(
+                justify(
+                    (("hit rate   ", "muted"), (f"{lately:>4}", "cached-bold"), (f" last {window}", "muted")),
+                    ((percent(hits, queries), "bright"), (" total", "muted")),
+                    width,
+                )
+            )
+            numbers = f"{exact(hits)} of {exact(queries)} tok"
+            if len(numbers) > width - 11:
+                numbers = f"{short_count(hits)} of {short_count(queries)} tok"
+            lines.append((("hits       ", "muted"), (numbers, "text")))
+        else:
+            lines += [
+                (("off: every prompt is computed whole", "warning"),),
+                (("set enable_prefix_caching: true", "muted"),),
+            ]
+        lines += [
+            _fact("evicted", counters.num_evicted_blocks, " blocks", recent.evicted_blocks, width),
+            _fact("preempted", counters.num_preemptions, "", recent.preemptions, width, alarming=True),
+            _fact("recomputed", counters.recomputed_tokens, " tok", recent.recomputed_tokens, width),
+        ]
+        rows = height - _NUM_FACTS - 1
+        if rows >= _MIN_GRAPH_ROWS and view.snapshot.info.prefix_caching:
+            graph: list[Spans] = [justify((("hit rate", "muted"),), (("top 100%", "faint"),), width)]
+            drawn = area(view.series.hit_ratio, width, rows - 1, 1.0)
+            for index, row in enumerate(drawn):
+                above = len(drawn) - 1 - index
+                graph.append(((row if above else row.replace(" ", "▁"), gradient("hits", above, len(drawn))),))
+            lines = [*graph, (), *lines]
+        return lines
+
+
+def _fact(name: str, total: int, unit: str, recently: int, width: int, *, alarming: bool = False) -> Spans:
+    """`evicted  120 blocks     +3`: the total, and at the right what was added lately."""
+    style = "muted" if recently == 0 else "warning-bold" if alarming else "bright"
+    added = f"+{short_count(recently)}" if recently else ""
+    left: Spans = ((f"{name:<11}", "muted"), (exact(total), "text"), (unit, "muted"))
+    return justify(left, ((fit_right(added, 6), style),), width)

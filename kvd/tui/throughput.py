@@ -1,0 +1,94 @@
+"""Throughput: prefill and decode tokens per second, first-token and inter-token latency, the latest step."""
+
+from __future__ import annotations
+
+from kvd.tui.charts import area, nice_top
+from kvd.tui.format import NOTHING, duration, rate, short_count
+from kvd.tui.palette import gradient
+from kvd.tui.panel import Panel, Span, Spans, crop
+from kvd.tui.rates import Quantile
+from kvd.tui.view import Latency, Link, View
+
+_MIN_HEIGHT_WITH_GRAPHS = 9
+_MIN_WIDTH_SIDE_BY_SIDE = 64
+
+
+class ThroughputPanel(Panel):
+    """Five lines where room is scarce; graphs above three lines where it is not."""
+
+    def titles(self, view: View | None, link: Link) -> tuple[str, str]:
+        return "Throughput", ""
+
+    def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:
+        if view is None:
+            return []
+        if height < _MIN_HEIGHT_WITH_GRAPHS:
+            return [
+                _sparkline("prefill", view.prefill_rate, view.series.prefill, width),
+                _sparkline("decode", view.decode_rate, view.series.decode, width),
+                *_latencies(view, width),
+            ]
+        rows = height - 4
+        prefill, decode = view.series.prefill, view.series.decode
+        if width >= _MIN_WIDTH_SIDE_BY_SIDE:
+            half = (width - 3) // 2
+            left = _graph("prefill", view.prefill_rate, prefill, half, rows)
+            right = _graph("decode", view.decode_rate, decode, half, rows)
+            graphs = [(*a, ("   ", "text"), *b) for a, b in zip(left, right, strict=True)]
+        else:
+            graphs = _graph("prefill", view.prefill_rate, prefill, width, (rows + 1) // 2)
+            graphs += _graph("decode", view.decode_rate, decode, width, rows // 2)
+        return [*graphs, (), *_latencies(view, width)]
+
+
+def _sparkline(name: str, value: float | None, series: tuple[float | None, ...], width: int) -> Spans:
+    head = f"{rate(value):>6} tok/s "
+    room = width - 8 - len(head)
+    spark = area(series, room, 1, max((v for v in series[-max(1, room) :] if v is not None), default=1.0))
+    return ((f"{name:<8}", "muted"), (head, f"{name}-bold"), (spark[0] if spark else "", name))
+
+
+def _graph(name: str, value: float | None, series: tuple[float | None, ...], width: int, height: int) -> list[Spans]:
+    """A heading with the figure and the graph's top, and `height - 1` rows of graph, each `width` cells."""
+    shown = series[-width:]
+    top = nice_top(shown)
+    figure, scale = f"{rate(value)} tok/s", f"top {short_count(top)}"
+    gap = " " * max(1, width - len(name) - 1 - len(figure) - len(scale))
+    lines: list[Spans] = [((f"{name} ", "muted"), (figure, f"{name}-bold"), (gap, "text"), (scale, "faint"))]
+    rows = area(shown, width, height - 1, top)
+    for index, row in enumerate(rows):
+        above_floor = len(rows) - 1 - index
+        floor = row if above_floor else row.replace(" ", "▁")
+        lines.append(((floor, gradient(name, above_floor, len(rows))),))
+    return lines
+
+
+def _latencies(view: View, width: int) -> list[Spans]:
+    step = view.snapshot.last_step
+    mix = f"{step.num_decode_tokens} decode + {step.num_prefill_tokens} prefill"
+    if len(mix) + 16 > width:
+        mix = f"{step.num_decode_tokens} dec + {step.num_prefill_tokens} pre"
+    return [
+        _latency("TTFT", view.ttft, width),
+        _latency("ITL", view.itl, width),
+        crop((("step    ", "muted"), (mix, "text"), (f"  {duration(step.seconds or None)}", "bright")), width),
+    ]
+
+
+def _latency(name: str, latency: Latency, width: int) -> Spans:
+    spans: list[Span] = [
+        (f"{name:<8}", "muted"),
+        ("p50 ", "muted"),
+        (f"{_quantile(latency.p50):<7}", "bright"),
+        ("p95 ", "muted"),
+        (f"{_quantile(latency.p95):<7}", "text"),
+    ]
+    if latency.p50 is not None:
+        spans.append((" 60s" if latency.is_recent else " all", "faint"))
+    return crop(tuple(spans), width)
+
+
+def _quantile(value: Quantile | None) -> str:
+    if value is None:
+        return NOTHING
+    return (">" if value.is_lower_bound else "") + duration(value.value)

@@ -1,0 +1,179 @@
+"""What the panels show: a frozen `View` made of the latest snapshot and of the polls before it.
+
+Owner: the event loop; `History` is fed by the app alone, once per poll. Invariant: panels see only `View`s, so
+what is on the screen at one time is of one poll, and no figure spans a restart of the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from kvd.core import RequestView, Snapshot
+from kvd.tui import rates
+from kvd.tui.rates import Point, Quantile
+
+RECENT_SECONDS = 60.0
+"""Window of "recent" figures: latencies, hit rate, preemptions."""
+
+SMOOTHING_SECONDS = 2.0
+"""Window of the throughput figures, so that they can be read while the polls are faster than the steps."""
+
+MAX_COLUMNS = 400
+"""Polls kept for graphs: more than the cells of the widest graph that anybody looks at."""
+
+_STATE_ORDER = {"decode": 0, "prefill": 0, "preempted": 1, "waiting": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Median and 95th percentile in seconds; None where nothing was ever observed."""
+
+    p50: Quantile | None
+    p95: Quantile | None
+    is_recent: bool  # False: nothing was observed lately, the figures are those since the start
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One value per poll, oldest first; None where nothing could be computed."""
+
+    prefill: tuple[float | None, ...] = ()  # tokens/s
+    decode: tuple[float | None, ...] = ()  # tokens/s
+    active: tuple[float, ...] = ()  # share of the blocks, 0 … 1
+    cached: tuple[float, ...] = ()  # share of the blocks, 0 … 1
+    hit_ratio: tuple[float | None, ...] = ()  # over the recent window, 0 … 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """What changed within the recent window."""
+
+    seconds: float = 0.0  # what the window really spans
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+    evicted_blocks: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything a panel may draw."""
+
+    snapshot: Snapshot
+    requests: tuple[RequestView, ...]
+    prefill_rate: float | None  # tokens/s
+    decode_rate: float | None  # tokens/s
+    ttft: Latency
+    itl: Latency
+    recent: Recent
+    series: Series
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How the dashboard gets its snapshots at the moment."""
+
+    address: str
+    model: str
+    interval_seconds: float
+    is_paused: bool = False
+    problem: str = ""  # why the source does not answer; empty while it does
+
+
+def in_reading_order(requests: tuple[RequestView, ...]) -> tuple[RequestView, ...]:
+    """Running before preempted before waiting, each the oldest first: rows move as little as possible."""
+    return tuple(sorted(requests, key=lambda row: (_STATE_ORDER[row.state], -row.age_seconds, row.request_id)))
+
+
+class History:
+    """The recent polls of one engine."""
+
+    def __init__(self) -> None:
+        self._points: deque[Point] = deque()
+        self._requests: tuple[RequestView, ...] = ()
+        self._prefill: deque[float | None] = deque(maxlen=MAX_COLUMNS)
+        self._decode: deque[float | None] = deque(maxlen=MAX_COLUMNS)
+        self._active: deque[float] = deque(maxlen=MAX_COLUMNS)
+        self._cached: deque[float] = deque(maxlen=MAX_COLUMNS)
+        self._hit_ratio: deque[float | None] = deque(maxlen=MAX_COLUMNS)
+
+    def _forget(self) -> None:
+        self._points.clear()
+        self._requests = ()
+        for series in (self._prefill, self._decode, self._active, self._cached, self._hit_ratio):
+            series.clear()
+
+    def add(self, snapshot: Snapshot, *, has_details: bool) -> View:
+        """Take one poll in and say what is to be seen now.
+
+        Without details the request table stays as the last poll with details had it.
+        """
+        point = rates.point_of(snapshot)
+        if self._points and rates.is_restart(self._points[-1], point):
+            self._forget()
+        if has_details:
+            self._requests = in_reading_order(snapshot.requests)
+        previous = self._points[-1] if self._points else None
+        self._points.append(point)
+        while len(self._points) > 2 and self._points[1].time <= point.time - RECENT_SECONDS:
+            self._points.popleft()
+        recent = self._recent()
+        if previous is not None and point.time > previous.time:
+            self._prefill.append(_prefill_rate(previous, point))
+            self._decode.append(_decode_rate(previous, point))
+        blocks = max(1, snapshot.num_blocks)
+        self._active.append(snapshot.num_blocks_active / blocks)
+        self._cached.append(snapshot.num_blocks_cached / blocks)
+        self._hit_ratio.append(rates.ratio(recent.hit_tokens, recent.query_tokens))
+        smooth = rates.window(islice(self._points, max(0, len(self._points) - 64), None), SMOOTHING_SECONDS)
+        return View(
+            snapshot=snapshot,
+            requests=self._requests,
+            prefill_rate=_prefill_rate(smooth[0], smooth[-1]),
+            decode_rate=_decode_rate(smooth[0], smooth[-1]),
+            ttft=self._latency("time_to_first_token_seconds"),
+            itl=self._latency("inter_token_latency_seconds"),
+            recent=recent,
+            series=Series(
+                tuple(self._prefill),
+                tuple(self._decode),
+                tuple(self._active),
+                tuple(self._cached),
+                tuple(self._hit_ratio),
+            ),
+        )
+
+    def _recent(self) -> Recent:
+        first, last = self._points[0], self._points[-1]
+        a, b = first.counters, last.counters
+        return Recent(
+            seconds=last.time - first.time,
+            query_tokens=b.prefix_query_tokens - a.prefix_query_tokens,
+            hit_tokens=b.prefix_hit_tokens - a.prefix_hit_tokens,
+            preemptions=b.num_preemptions - a.num_preemptions,
+            evicted_blocks=b.num_evicted_blocks - a.num_evicted_blocks,
+            recomputed_tokens=b.recomputed_tokens - a.recomputed_tokens,
+        )
+
+    def _latency(self, name: str) -> Latency:
+        ends = (self._points[0], self._points[-1]) if len(self._points) > 1 else (self._points[-1],)
+        histogram = rates.recent_histogram(ends, name)
+        is_recent = histogram is not None and histogram.total > 0
+        if not is_recent:
+            histogram = self._points[-1].histograms.get(name)
+        if histogram is None:
+            return Latency(None, None, is_recent=False)
+        return Latency(rates.quantile(histogram, 0.5), rates.quantile(histogram, 0.95), is_recent)
+
+
+def _prefill_rate(earlier: Point, later: Point) -> float | None:
+    a, b = earlier.counters, later.counters
+    return rates.per_second(a.prefill_tokens_computed, b.prefill_tokens_computed, later.time - earlier.time)
+
+
+def _decode_rate(earlier: Point, later: Point) -> float | None:
+    a, b = earlier.counters, later.counters
+    return rates.per_second(a.generation_tokens, b.generation_tokens, later.time - earlier.time)
