@@ -3,8 +3,8 @@
 A request gets the blocks of all its known tokens when it is admitted, so a prefill never runs out of blocks half way
 and only generated tokens make requests grow.
 
-Expected growth: a request that has generated n tokens is expected to generate as many again, at least
-`min_expected_growth_tokens` and at most what its limits leave. (Of a thing whose age is all that is
+Expected growth: a request that has generated n tokens is expected to generate as many again (times
+`expected_growth_factor`), at least `min_expected_growth_tokens` and at most what its limits leave. (Of a thing whose age is all that is
 known, half its life is a fair guess; the lower bound is for those that have just begun.) A request is admitted only if
 the growth expected of everybody, itself included, stays available. Alone it is admitted in any case.
 """
@@ -16,23 +16,25 @@ from collections.abc import Sequence
 from kvd.cache.manager import blocks_for
 from kvd.core import BLOCK_SIZE, Request
 from kvd.errors import ContextLengthExceeded, RequestError
+from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.request_state import RequestState
 
 
-def expected_growth_blocks(state: RequestState, min_tokens: int) -> int:
+def expected_growth_blocks(state: RequestState, config: SchedulerConfig) -> int:
     """Blocks that a request is expected to need beyond those of its known tokens."""
     num_tokens = len(state.token_ids)
+    growth = max(int(config.expected_growth_factor * state.num_output), config.min_expected_growth_tokens)
     # The last token a request may have is sampled and never computed.
-    growth = min(max(state.num_output, min_tokens), state.max_total - 1 - num_tokens)
+    growth = min(growth, state.max_total - 1 - num_tokens)
     return max(0, blocks_for(num_tokens + growth) - blocks_for(num_tokens))
 
 
-def spare_blocks(running: Sequence[RequestState], newcomer: RequestState, min_tokens: int) -> int:
+def spare_blocks(running: Sequence[RequestState], newcomer: RequestState, config: SchedulerConfig) -> int:
     """Blocks that must be left, beyond what `newcomer` takes at once, for it to be admitted."""
     if not running:
         return 0
-    growth = sum(expected_growth_blocks(state, min_tokens) for state in running)
-    return growth + expected_growth_blocks(newcomer, min_tokens)
+    growth = sum(expected_growth_blocks(state, config) for state in running)
+    return growth + expected_growth_blocks(newcomer, config)
 
 
 def check_length(request: Request, max_model_len: int, capacity_tokens: int) -> None:

@@ -16,7 +16,8 @@ class SchedulerConfig:
     max_model_len              prompt and output tokens of one request together
     max_waiting                requests that are accepted beyond the `max_num_seqs` that may run
     queue_timeout_seconds      how long a request may wait to be scheduled for the first time; None: for ever
-    min_expected_growth_tokens what a request is expected to generate at least (see `admission`)
+    expected_growth_factor     tokens a request is expected to generate per token generated (see `admission`)
+    min_expected_growth_tokens what it is expected to generate at least; with both at 0 admission hopes for the best
     """
 
     max_num_seqs: int
@@ -24,6 +25,7 @@ class SchedulerConfig:
     max_model_len: int
     max_waiting: int = 256
     queue_timeout_seconds: float | None = None
+    expected_growth_factor: float = 1.0
     min_expected_growth_tokens: int = 64
 
     def __post_init__(self) -> None:

@@ -244,7 +244,7 @@ class Scheduler:
                 return
             if self._running and self._refused == (state, self.cache.num_releases):
                 return  # no block was given back since it was refused
-            spare = spare_blocks(self._running, state, self.config.min_expected_growth_tokens)
+            spare = spare_blocks(self._running, state, self.config)
             num_cached = self.cache.allocate(state.blocks, state.token_ids, num_spare_blocks=spare)
             if num_cached is None:
                 self._refused = (state, self.cache.num_releases)
