@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from kvd.cache.manager import CacheManager
@@ -24,7 +25,7 @@ def check_everything(scheduler: Scheduler) -> None:
 def check_queues(scheduler: Scheduler, holders: list[RequestState]) -> None:
     waiting, running = scheduler._waiting, scheduler._running
     for queue in (waiting, running):
-        assert all(a.key < b.key for a, b in zip(queue, queue[1:], strict=False)), "queue out of order"
+        assert all(a.key < b.key for a, b in itertools.pairwise(queue)), "queue out of order"
     assert Counter(map(id, waiting + running)) == Counter(map(id, scheduler._states.values())), "a request is lost"
     assert len(running) <= scheduler.config.max_num_seqs
     assert all(state.is_running and not state.has_ended for state in running)

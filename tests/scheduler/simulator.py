@@ -4,7 +4,7 @@ One `Simulation` is one seed: a random configuration (pools from too small to am
 depth 0 or 1), random arrivals, aborts, deadlines and resets, then a drain. Checked besides `invariants`:
 
   - every output is the one the chain function gives, as if the request had run alone; an aborted one is a prefix of it
-  - nobody is overtaken in the queue; the oldest running request is never preempted; no second preemption without a token
+  - nobody is overtaken in the queue; the oldest running request is never preempted; nobody twice without a token
     in between
   - bounded waiting: until a request is scheduled there are at most as many steps as tokens of work (prompt and
     output, again for every preemption) of the requests that ran meanwhile, plus one per step in flight

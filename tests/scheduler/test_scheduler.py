@@ -1,0 +1,491 @@
+"""What the scheduler plans and reports, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.errors import ConfigError, ContextLengthExceeded, RequestError, ServerOverloaded
+from kvd.scheduler.budget import UNKNOWN_TOKEN
+from kvd.scheduler.config import SchedulerConfig
+
+from .driver import STOP, Driver, make_request, shape
+from .invariants import check_everything
+
+# --------------------------------------------------------------------------- one budget per step
+
+
+def test_decodes_come_first_then_running_prefills_then_admissions() -> None:
+    driver = Driver(max_num_batched_tokens=20)
+    driver.scheduler.add(make_request("a", 10))
+    driver.step()
+    driver.scheduler.add(make_request("b", 50))
+    assert shape(driver.plan()) == [("a", 10, 1, True), ("b", 0, 19, False)]
+    driver.commit(driver.plans[-1])
+    driver.scheduler.add(make_request("c", 20))
+    assert shape(driver.plan()) == [("a", 11, 1, True), ("b", 19, 19, False)]
+    driver.commit(driver.plans[-1])
+    # b needs 12 more of the 19 that the decode leaves; c gets what remains in the same step.
+    assert shape(driver.plan()) == [("a", 12, 1, True), ("b", 38, 12, True), ("c", 0, 7, False)]
+
+
+def test_priority_then_arrival_and_nobody_is_overtaken() -> None:
+    driver = Driver(max_num_seqs=1, max_num_batched_tokens=100)
+    for request_id, priority in (("running", 0), ("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
+        driver.scheduler.add(make_request(request_id, 5, max_tokens=2, priority=priority))
+        if request_id == "running":
+            driver.step()
+    driver.finish()
+    order = [request.request_id for plan in driver.plans for request in plan.new_requests]
+    assert order == ["running", "urgent", "first", "second", "late"]
+
+
+def test_a_large_request_at_the_head_is_not_passed_by_a_small_one() -> None:
+    driver = Driver(num_blocks=(8,), max_num_batched_tokens=200, min_expected_growth_tokens=0)
+    driver.scheduler.add(make_request("a", 60, max_tokens=4))
+    driver.step()
+    driver.scheduler.add(make_request("large", 100))
+    driver.scheduler.add(make_request("small", 4))
+    assert [item.request_id for item in driver.plan().items] == ["a"]
+
+
+def test_admission_leaves_room_for_the_growth_of_those_running() -> None:
+    for expected, admitted in ((64, ["a"]), (0, ["a", "b"])):
+        driver = Driver(num_blocks=(8,), max_num_batched_tokens=200, min_expected_growth_tokens=expected)
+        driver.scheduler.add(make_request("a", 40, max_tokens=200))
+        driver.scheduler.add(make_request("b", 40, max_tokens=200))
+        assert [item.request_id for item in driver.plan().items] == admitted
+
+
+def test_growth_is_not_expected_beyond_max_tokens() -> None:
+    driver = Driver(num_blocks=(8,), max_num_batched_tokens=200, min_expected_growth_tokens=64)
+    driver.scheduler.add(make_request("a", 40, max_tokens=8))
+    driver.scheduler.add(make_request("b", 40, max_tokens=8))
+    assert len(driver.plan().items) == 2
+    driver.commit(driver.plans[-1])
+    driver.finish()
+    assert driver.scheduler.counters().num_preemptions == 0
+
+
+def test_tables_cover_exactly_the_tokens_of_each_chunk_in_every_group() -> None:
+    driver = Driver(num_blocks=(20, 30), max_num_batched_tokens=20)
+    driver.scheduler.add(make_request("a", 50))
+    lengths = []
+    for _ in range(3):
+        driver.step()
+        (item,) = driver.plans[-1].items
+        assert len(item.block_tables) == len(item.first_positions) == 2
+        assert [list(positions) for positions in item.first_positions] == [
+            list(range(0, 16 * len(table), 16)) for table in item.block_tables
+        ]
+        lengths.append([len(table) for table in item.block_tables])
+    assert lengths == [[2, 2], [3, 3], [4, 4]]
+
+
+def test_too_few_tokens_per_step_for_the_requests_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: 7 is less than max_num_seqs \(8\)"):
+        SchedulerConfig(8, 7, 100)
+    with pytest.raises(ConfigError, match="max_num_seqs: 0"):
+        SchedulerConfig(0, 7, 100)
+    with pytest.raises(ConfigError, match="max_model_len: 1 "):
+        SchedulerConfig(1, 7, 1)
+
+
+# --------------------------------------------------------------------------- how requests end
+
+
+def test_stop_length_and_the_exact_counts_of_the_last_event() -> None:
+    driver = Driver()
+    driver.now = 10.0
+    driver.scheduler.add(make_request("a", 20, max_tokens=3, arrival=8.0))
+    driver.scheduler.add(make_request("b", 20, max_tokens=30, arrival=9.0))
+    driver.step()
+    driver.step()
+    assert driver.last_event("a").finish_reason is None
+    driver.tokens["b"] = STOP
+    driver.step()
+    a, b = driver.last_event("a"), driver.last_event("b")
+    assert (b.finish_reason, b.token_id, b.num_output_tokens) == ("stop", STOP, 2)
+    assert (a.finish_reason, a.token_id, a.num_output_tokens) == ("length", 5, 3)
+    assert b.num_prompt_tokens == 20
+    assert a.timing is not None
+    assert (a.timing.arrival, a.timing.first_scheduled, a.timing.first_token, a.timing.last_token) == (8, 11, 11, 13)
+    assert b.timing is not None
+    assert (b.timing.first_scheduled, b.timing.first_token) == (11, 12)  # its chunk of step one was too short
+    assert not driver.scheduler.has_work
+    assert dict(driver.scheduler.counters().finished) == {"stop": 1, "length": 1}
+
+
+def test_case_26_the_whole_context_can_be_used_and_not_more() -> None:
+    driver = Driver(max_model_len=40)
+    driver.scheduler.add(make_request("exact", 30, max_tokens=10))
+    driver.scheduler.add(make_request("rest", 30, max_tokens=1000))
+    driver.finish()
+    assert driver.last_event("exact").num_output_tokens == 10
+    assert driver.last_event("rest").num_output_tokens == 10
+    assert driver.last_event("rest").finish_reason == "length"
+    driver.scheduler.check(make_request("one left", 39))
+    with pytest.raises(
+        ContextLengthExceeded, match="maximum context length is 40 tokens, and the prompt has 40"
+    ) as error:
+        driver.scheduler.check(make_request("full", 40))
+    assert error.value.extra == {"n_prompt_tokens": 40, "n_ctx": 40}
+    with pytest.raises(RequestError, match="empty"):
+        driver.scheduler.check(make_request("empty", 0))
+
+
+def test_case_16_a_prompt_larger_than_the_pool_is_refused_with_numbers_and_the_next_one_runs() -> None:
+    driver = Driver(num_blocks=(4,), max_model_len=512)
+    with pytest.raises(
+        ContextLengthExceeded, match=r"4 blocks of 16 tokens.*maximum context length is 64 tokens"
+    ) as error:
+        driver.scheduler.add(make_request("large", 64))
+    assert error.value.extra == {"n_prompt_tokens": 64, "n_ctx": 64}
+    assert not driver.scheduler.has_work
+    driver.scheduler.add(make_request("fits", 63, max_tokens=1))
+    driver.scheduler.add(make_request("short", 5, max_tokens=2))
+    driver.finish()
+    assert driver.last_event("fits").finish_reason == "length"
+    assert driver.last_event("short").num_output_tokens == 2
+
+
+def test_the_smallest_group_decides_what_fits() -> None:
+    driver = Driver(num_blocks=(64, 4))
+    with pytest.raises(ContextLengthExceeded, match="64 tokens"):
+        driver.scheduler.check(make_request("large", 64))
+
+
+def test_a_lone_request_that_outgrows_the_pool_ends_with_length() -> None:
+    driver = Driver(num_blocks=(2,), max_model_len=512)
+    driver.scheduler.add(make_request("a", 10, max_tokens=400))
+    driver.finish()
+    event = driver.last_event("a")
+    assert event.finish_reason == "length"
+    assert 10 + event.num_output_tokens == 33  # 32 in the pool, and one that was sampled last
+    assert driver.cache.num_blocks_active == 0
+
+
+def test_case_19_a_full_queue_refuses_and_arrivals_on_their_way_count() -> None:
+    driver = Driver(max_num_seqs=1, max_waiting=2)
+    for number in range(3):
+        driver.scheduler.add(make_request(f"r{number}", 5))
+    with pytest.raises(ServerOverloaded, match="1 may run at the same time and 2 may wait") as error:
+        driver.scheduler.check(make_request("r3", 5))
+    assert error.value.status == 503
+    assert error.value.retry_after_seconds
+    with pytest.raises(ServerOverloaded):
+        driver.scheduler.add(make_request("r3", 5))
+    driver.scheduler.abort("r1", "abort")
+    driver.scheduler.check(make_request("r3", 5))
+    with pytest.raises(ServerOverloaded):
+        driver.scheduler.check(make_request("r3", 5), num_arriving=1)
+
+
+def test_deadline_and_queue_timeout() -> None:
+    driver = Driver(max_num_seqs=1, queue_timeout_seconds=10.0)
+    driver.scheduler.add(make_request("runs", 5, max_tokens=100))
+    driver.scheduler.add(make_request("queued", 5, arrival=2.0))
+    driver.scheduler.add(make_request("late", 5, arrival=3.0, deadline=6.0))
+    driver.step()
+    driver.now = 5.9
+    assert driver.scheduler.expire() == []
+    driver.now = 6.0
+    (late,) = driver.scheduler.expire()
+    assert (late.request_id, late.finish_reason, late.token_id) == ("late", "timeout", None)
+    assert late.error == "timed out after 3.0 s in the queue"
+    assert late.timing is not None
+    assert late.timing.last_token == late.timing.arrival == 3.0
+    driver.now = 12.0  # the queue timeout of the one that runs has passed as well, and means nothing to it
+    (queued,) = driver.scheduler.expire()
+    assert queued.request_id == "queued"
+    assert driver.scheduler.num_running == 1
+
+
+def test_a_deadline_ends_a_running_request_too() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 5, max_tokens=100, deadline=2.5))
+    driver.step()
+    driver.step()
+    driver.now = 3.0
+    (event,) = driver.scheduler.expire()
+    assert (event.finish_reason, event.num_output_tokens) == ("timeout", 2)
+    assert driver.cache.num_blocks_active == 0
+    assert driver.scheduler.plan() is None
+
+
+# --------------------------------------------------------------------------- abort at every stage
+
+
+@pytest.mark.parametrize("stage", ["waiting", "prefill", "decode", "preempted"])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_case_17_abort_frees_everything_within_one_step(stage: str, in_flight: bool) -> None:
+    driver = Driver(num_blocks=(6,), max_num_seqs=2, min_expected_growth_tokens=0, expected_growth_factor=0)
+    if stage in ("waiting", "preempted"):
+        driver.scheduler.add(make_request("old", 30, max_tokens=100))
+        driver.step()
+    if stage == "waiting":
+        driver.scheduler.add(make_request("other", 30, max_tokens=100))
+    driver.scheduler.add(make_request("a", 40, max_tokens=100))
+    stages = []
+    while not stages or stages[-1] != stage:
+        driver.step()
+        stages = [view.state for view in driver.scheduler.request_views() if view.request_id == "a"]
+    plan = driver.plan() if in_flight else None
+    event = driver.scheduler.abort("a", "abort")
+    assert event is not None
+    assert event.finish_reason == "abort"
+    assert driver.scheduler.abort("a", "abort") is None
+    assert driver.scheduler.abort("nobody", "abort") is None
+    check_everything(driver.scheduler)
+    if plan is not None:
+        assert "a" not in {event.request_id for event in driver.commit(plan)}
+    check_everything(driver.scheduler)
+    assert "a" not in {view.request_id for view in driver.scheduler.request_views()}
+    for other in ("old", "other"):
+        driver.scheduler.abort(other, "abort")
+    assert driver.cache.num_blocks_active == 0
+    assert not driver.scheduler.has_work
+    # The runner hears of it with the next plan, once.
+    driver.scheduler.add(make_request("next", 3, max_tokens=1))
+    driver.finish()
+    ended = [request_id for plan in driver.plans for request_id in plan.ended_request_ids]
+    assert ended.count("a") == (stage != "waiting")
+    assert driver.last_event("next").finish_reason == "length"
+
+
+def test_case_18_cancelling_a_queued_request_changes_nothing_for_the_running_one() -> None:
+    def plans(cancels: bool) -> list[object]:
+        driver = Driver(max_num_seqs=1)
+        driver.scheduler.add(make_request("active", 40, max_tokens=6))
+        driver.step()
+        if cancels:
+            driver.scheduler.add(make_request("queued", 40))
+            driver.step()
+            assert driver.scheduler.abort("queued", "abort") is not None
+        driver.finish()
+        return [(plan.items, plan.ended_request_ids) for plan in driver.plans]
+
+    assert plans(cancels=True) == plans(cancels=False)
+
+
+def test_fail_all_ends_everybody_and_leaves_a_usable_scheduler() -> None:
+    driver = Driver(max_num_seqs=2)
+    for request_id in "abc":
+        driver.scheduler.add(make_request(request_id, 20))
+    driver.step()
+    driver.plan()
+    events = driver.scheduler.fail_all("the device is gone")
+    assert [(event.finish_reason, event.error) for event in events] == [("error", "the device is gone")] * 3
+    check_everything(driver.scheduler)
+    assert not driver.scheduler.has_work
+    assert driver.cache.num_blocks_active == 0
+    driver.scheduler.add(make_request("d", 20, max_tokens=2))
+    driver.finish()
+    assert driver.last_event("d").num_output_tokens == 2
+
+
+# --------------------------------------------------------------------------- preemption
+
+
+def test_the_latest_is_preempted_and_its_recomputation_is_not_a_hit() -> None:
+    driver = Driver(num_blocks=(5,), max_num_batched_tokens=64, min_expected_growth_tokens=0, expected_growth_factor=0)
+    driver.scheduler.add(make_request("old", 30, max_tokens=40))
+    driver.scheduler.add(make_request("new", 30, max_tokens=20))
+    driver.finish()
+    counters = driver.scheduler.counters()
+    assert counters.num_preemptions == 1
+    assert driver.last_event("old").num_output_tokens == 40
+    assert driver.last_event("new").num_output_tokens == 20
+    # `new` lost 30 + 3 tokens; the block that `old` had not yet taken was still cached, and that is no hit.
+    restart = next(
+        item for plan in driver.plans[2:] for item in plan.items if item.request_id == "new" and item.num_tokens > 1
+    )
+    lost = [item.start for plan in driver.plans for item in plan.items if item.request_id == "new"]
+    assert restart.start + restart.num_tokens > 30
+    assert driver.last_event("new").num_cached_tokens == 0
+    assert counters.prefix_hit_tokens == counters.prompt_tokens_cached == 0
+    assert counters.prefix_query_tokens == counters.prompt_tokens == 60
+    assert counters.recomputed_tokens == max(lost[: lost.index(restart.start, 1)]) + 1 - restart.start
+    assert driver.num_computed("new") == 30 + 20 - 1 + counters.recomputed_tokens
+    assert counters.prefill_tokens_computed == 60 + restart.num_tokens
+    assert counters.generation_tokens == 60
+    assert driver.scheduler.request_views() == ()
+
+
+def test_the_lowest_priority_is_preempted_before_the_latest() -> None:
+    driver = Driver(num_blocks=(8,), max_num_batched_tokens=100, min_expected_growth_tokens=0, expected_growth_factor=0)
+    driver.scheduler.add(make_request("oldest", 30, max_tokens=40))
+    driver.scheduler.add(make_request("humble", 30, max_tokens=40, priority=1))
+    driver.scheduler.add(make_request("latest", 30, max_tokens=40))
+    while not driver.scheduler.counters().num_preemptions:
+        driver.step()
+    states = {view.request_id: view.state for view in driver.scheduler.request_views()}
+    assert states == {"oldest": "decode", "latest": "decode", "humble": "preempted"}
+
+
+def test_the_oldest_is_never_preempted_even_with_the_lowest_priority() -> None:
+    driver = Driver(num_blocks=(5,), max_num_batched_tokens=64, min_expected_growth_tokens=0, expected_growth_factor=0)
+    driver.scheduler.add(make_request("humble", 30, max_tokens=30, priority=9))
+    driver.step()
+    driver.scheduler.add(make_request("proud", 30, max_tokens=30))
+    driver.finish()
+    assert driver.scheduler.counters().num_preemptions == 1
+    finished = [event.request_id for event in driver.events if event.finish_reason]
+    assert finished == ["humble", "proud"]
+
+
+def test_no_admission_while_a_running_request_lacks_blocks() -> None:
+    driver = Driver(num_blocks=(5,), max_num_batched_tokens=64, min_expected_growth_tokens=0, expected_growth_factor=0)
+    driver.scheduler.add(make_request("old", 30, max_tokens=40))
+    driver.scheduler.add(make_request("new", 30, max_tokens=40))
+    while not driver.scheduler.counters().num_preemptions:
+        driver.scheduler.abort("small", "abort")
+        driver.scheduler.add(make_request("small", 3, priority=5))
+        driver.step()
+    assert [item.request_id for item in driver.plans[-1].items] == ["old"]
+
+
+# --------------------------------------------------------------------------- planning ahead
+
+
+def test_the_newest_token_is_named_by_slot_and_a_late_stop_discards_one() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 20, max_tokens=50))
+    first = driver.plan()
+    second = driver.plan()
+    assert shape(second) == [("a", 20, 1, True)]
+    assert second.items[0].last_from_slot
+    assert second.items[0].token_ids == (UNKNOWN_TOKEN,)
+    driver.tokens["a"] = STOP
+    (event,) = driver.commit(first)
+    assert (event.finish_reason, event.num_output_tokens) == ("stop", 1)
+    assert driver.cache.num_blocks_active == 2  # the second step still writes there
+    assert driver.scheduler.has_work
+    assert driver.scheduler.plan() is None
+    assert driver.commit(second) == []
+    assert driver.cache.num_blocks_active == 0
+    assert driver.scheduler.counters().generation_tokens == 1
+    assert not driver.scheduler.has_work
+
+
+def test_nothing_is_planned_beyond_max_tokens() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 20, max_tokens=1))
+    first = driver.plan()
+    assert driver.scheduler.plan() is None
+    assert driver.commit(first)[0].finish_reason == "length"
+
+
+def test_a_slot_is_the_smallest_free_one_and_not_reused_in_flight() -> None:
+    driver = Driver(max_num_seqs=2)
+    driver.scheduler.add(make_request("a", 5, max_tokens=50))
+    driver.scheduler.add(make_request("b", 5, max_tokens=50))
+    driver.scheduler.add(make_request("c", 5, max_tokens=50))
+    driver.commit(driver.plan())
+    ahead = driver.plan()
+    driver.scheduler.abort("a", "abort")
+    assert {item.request_id: item.slot for item in driver.plan().items} == {"b": 1}
+    driver.commit(ahead)
+    plan = driver.plan()
+    assert {item.request_id: item.slot for item in plan.items} == {"b": 1, "c": 0}
+    assert [request.request_id for request in plan.new_requests] == ["c"]
+
+
+# --------------------------------------------------------------------------- prefix cache, as requests see it
+
+
+def test_case_9_three_chunks_twice() -> None:
+    driver = Driver(max_num_batched_tokens=32)
+    prompt = range(100, 190)
+    driver.scheduler.add(make_request("first", prompt, max_tokens=1))
+    driver.finish()
+    assert [len(plan.items[0].token_ids) for plan in driver.plans] == [32, 32, 26]
+    assert driver.last_event("first").num_cached_tokens == 0
+    driver.scheduler.add(make_request("second", prompt, max_tokens=1))
+    driver.finish()
+    assert driver.last_event("second").num_cached_tokens == 80  # five full blocks of 90 tokens: beyond chunk one
+    assert driver.num_computed("second") == 10
+    counters = driver.scheduler.counters()
+    assert (counters.prefix_query_tokens, counters.prefix_hit_tokens) == (180, 80)
+    assert (counters.prompt_tokens, counters.prompt_tokens_cached) == (180, 80)
+    assert counters.prefill_tokens_computed == 100
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    driver = Driver()
+    for request_id, cached in (("a", 0), ("b", 16)):
+        driver.scheduler.add(make_request(request_id, range(50, 82), max_tokens=1))
+        driver.finish()
+        assert driver.last_event(request_id).num_cached_tokens == cached
+
+
+def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("turn 1", range(50, 70), max_tokens=14))
+    driver.finish()
+    # 20 + 14 tokens, the last of which was never computed: two full blocks.
+    driver.scheduler.add(make_request("turn 2", [*range(50, 70), *[5] * 14, *range(30)], max_tokens=1))
+    driver.finish()
+    assert driver.last_event("turn 2").num_cached_tokens == 32
+
+
+def test_nothing_is_shared_before_its_step_is_committed() -> None:
+    driver = Driver(max_num_batched_tokens=100)
+    driver.scheduler.add(make_request("a", range(50, 90), max_tokens=9))
+    driver.scheduler.add(make_request("b", range(50, 90), max_tokens=9))
+    driver.step()
+    assert [item.num_tokens for item in driver.plans[0].items] == [40, 40]
+    assert driver.cache.num_blocks_active == 4  # two of them went over to those of the other: 2 shared, 1 + 1 own
+    assert driver.last_event("b").num_cached_tokens == 0
+    driver.scheduler.add(make_request("c", range(50, 90), max_tokens=9))
+    driver.step()
+    assert driver.last_event("c").num_cached_tokens == 32
+    check_everything(driver.scheduler)
+
+
+def test_case_11_salts_share_nothing_and_one_salt_shares() -> None:
+    driver = Driver()
+    cached = []
+    for request_id, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x"), ("e", "")):
+        driver.scheduler.add(make_request(request_id, range(40), max_tokens=1, salt=salt))
+        driver.finish()
+        cached.append(driver.last_event(request_id).num_cached_tokens)
+    assert cached == [0, 0, 0, 32, 32]
+
+
+def test_without_prefix_caching_nothing_hits_and_nothing_stays() -> None:
+    driver = Driver(enable_prefix_caching=False)
+    for request_id in "ab":
+        driver.scheduler.add(make_request(request_id, range(40), max_tokens=1))
+        driver.finish()
+        assert driver.last_event(request_id).num_cached_tokens == 0
+    assert driver.cache.num_blocks_free == driver.cache.num_blocks
+    assert driver.scheduler.counters().prefix_query_tokens == 0
+
+
+def test_case_35_gauges_count_what_runs_and_what_stays() -> None:
+    driver = Driver(num_blocks=(64, 32))
+    driver.scheduler.add(make_request("a", 40, max_tokens=3))
+    driver.step()
+    assert driver.scheduler.last_step.num_prefill_tokens == 32
+    driver.step()
+    assert (driver.cache.num_blocks_active, driver.cache.num_blocks_free) == (3, 61)
+    (view,) = driver.scheduler.request_views()
+    assert (view.state, view.num_blocks, view.num_computed_tokens, view.num_output_tokens) == ("decode", 3, 40, 1)
+    assert view.ttft_seconds == 2.0
+    driver.finish()
+    assert (driver.cache.num_blocks_active, driver.cache.num_blocks_cached) == (0, 2)
+    assert [(gauges.num_cached, gauges.num_free) for gauges in driver.cache.gauges()] == [(2, 62), (2, 30)]
+    assert driver.scheduler.last_step.num_decode_tokens == 1
+    assert driver.scheduler.counters().step_seconds == 1.0
+    assert driver.scheduler.reset_cache() == 4
+    assert driver.cache.num_blocks_free == 64
+
+
+def test_validated_parameters_are_asserted_not_trusted() -> None:
+    driver = Driver()
+    request = make_request("a", 3)
+    driver.scheduler.add(request)
+    with pytest.raises(AssertionError, match="already here"):
+        driver.scheduler.add(request)
+    with pytest.raises(AssertionError, match="max_tokens"):
+        driver.scheduler.add(make_request("b", 3, max_tokens=0))
