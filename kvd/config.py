@@ -8,6 +8,7 @@ model; `Config()` is what an empty file means. Importing this needs the standard
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -333,7 +334,7 @@ class Config:
     @property
     def home_path(self) -> Path:
         """`home` with a leading `~` expanded, absolute."""
-        return Path(self.home).expanduser().absolute()
+        return Path(os.path.expanduser(self.home)).absolute()
 
 
 SETTINGS: dict[str, Setting] = table(Config)

@@ -8,10 +8,11 @@ place that set it, as an error begins.
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 from kvd.config import SETTINGS, Config
+from kvd.config_kinds import short
 from kvd.errors import ConfigError
 
 Where = Callable[[str], str]
@@ -56,14 +57,14 @@ def _check_model(config: Config, where: Where) -> None:
     names = config.served_model_name
     for name in names:
         if name != name.strip():
-            raise ConfigError(f"{where('served_model_name')}: {name!r} begins or ends with a blank")
+            raise ConfigError(f"{where('served_model_name')}: {short(name)!r} begins or ends with a blank")
     if len(set(names)) != len(names):
         raise ConfigError(f"{where('served_model_name')}: the same name stands there twice")
     template = config.chat_template
-    if template is not None and not is_inline_template(template) and not Path(template).is_file():
-        raise ConfigError(f"{where('chat_template')}: no such file: {template}")
-    if Path(config.home).expanduser().is_file():
-        raise ConfigError(f"{where('home')}: expected a directory, {config.home} is a file")
+    if template is not None and not is_inline_template(template) and not os.path.isfile(template):
+        raise ConfigError(f"{where('chat_template')}: no such file: {short(template)}")
+    if os.path.isfile(config.home_path):
+        raise ConfigError(f"{where('home')}: expected a directory, {short(config.home)} is a file")
 
 
 def _check_memory(config: Config, where: Where) -> None:
@@ -99,13 +100,15 @@ def _check_access(config: Config, where: Where) -> None:
         raise ConfigError(f"{where('api_key')}: the same key stands there twice")
     if not is_loopback(config.host) and not config.api_key and not config.insecure:
         raise ConfigError(
-            f"{where('host')}: {config.host} can be reached from other machines: add --api-key KEY (or api_key "
+            f"{where('host')}: {short(config.host)} can be reached from other machines: add --api-key KEY (or api_key "
             "in the file, or KVD_API_KEY), or --insecure to serve everybody"
         )
     for origin in config.allowed_origins:
         scheme, separator, rest = origin.partition("://")
         if origin != "*" and (not separator or scheme not in ("http", "https") or not rest or "/" in rest):
-            raise ConfigError(f"{where('allowed_origins')}: expected scheme://host[:port] or *, got {origin!r}")
+            raise ConfigError(f"{where('allowed_origins')}: expected scheme://host[:port] or *, got {short(origin)!r}")
     for host in config.allowed_hosts:
         if "/" in host:
-            raise ConfigError(f"{where('allowed_hosts')}: expected a host name without scheme or path, got {host!r}")
+            raise ConfigError(
+                f"{where('allowed_hosts')}: expected a host name without scheme or path, got {short(host)!r}"
+            )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvd.config import SETTINGS
-from kvd.config_kinds import Boolean, TextList, ValueRefused
-from kvd.config_load import Entry, short, unknown_name
+from kvd.config_kinds import Boolean, TextList, ValueRefused, short
+from kvd.config_load import Entry, unknown_name
 from kvd.config_vllm import FOREIGN_SETTINGS, SHORT_FLAGS
 from kvd.errors import ConfigError
 
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that raises in place of printing usage and leaving the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        raise ConfigError(short(message.removeprefix("argument ")))
 
 
 def parse_flags(words: Sequence[str], *, switches: Sequence[str] = ()) -> CommandLine:
@@ -47,16 +47,18 @@ def parse_flags(words: Sequence[str], *, switches: Sequence[str] = ()) -> Comman
     for word in rest:
         if word.startswith("-"):
             flag = word.partition("=")[0]
-            raise ConfigError(f"{flag}: unknown {unknown_name(_setting_name(flag), is_flag=True)}")
+            raise ConfigError(f"{short(flag)}: unknown {unknown_name(_setting_name(flag), is_flag=True)}")
     if rest:
         raise ConfigError(f"unexpected argument {short(rest[0])!r}")
 
     values: dict[str, Any] = vars(namespace)
-    entries = [
-        Entry(name, value, _origin(name, value))
-        for name in (*SETTINGS, *FOREIGN_SETTINGS)
-        if (value := values[name]) is not None
-    ]
+    entries = []
+    for name in (*SETTINGS, *FOREIGN_SETTINGS):
+        value = values[name]
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if value is not None:
+            entries.append(Entry(name, value, _origin(name, value)))
     positional = values["positional_model"]
     if positional is not None:
         if values["model"] not in (None, positional):

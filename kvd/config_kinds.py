@@ -30,6 +30,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SUFFIXED = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmMgGtT])")
 _SIZED = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKmMgGtT]?i?[bB])")
+_MAX_ECHO = 80
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
@@ -62,6 +63,12 @@ class Kind(Protocol):
     def show(self, value: Any) -> str:
         """The value as kvd.yaml writes it."""
         ...
+
+
+def short(text: str) -> str:
+    """A piece of what a user wrote, in one line, short enough for an error and without control characters."""
+    text = "".join(character if character.isprintable() else " " for character in text)
+    return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "…"
 
 
 def _text(raw: RawValue, expected: str) -> str:
@@ -236,6 +243,8 @@ class Text:
         text = _text(raw, self.expected)
         if not text.strip():
             raise ValueRefused(f"{self.expected} that is not empty")
+        if "\0" in text:
+            raise ValueRefused(f"{self.expected} without a NUL character")
         return os.path.expanduser(text) if self.is_path else text
 
     def show(self, value: str) -> str:
@@ -244,7 +253,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TextList:
-    """One text or several; `commas` also splits `a,b`. A text in brackets is a JSON list, as in vLLM."""
+    """One text or several; `commas` also splits `a,b`. A single text in brackets is a JSON list, as in vLLM."""
 
     expected: str
     commas: bool = False
@@ -254,9 +263,9 @@ class TextList:
         if isinstance(raw, Mapping):
             raise ValueRefused(f"{self.expected}, not a mapping")
         entries = [raw] if isinstance(raw, str) else list(raw)
-        if len(entries) == 1 and entries[0].lstrip().startswith("["):
+        if isinstance(raw, str) and raw.lstrip().startswith("["):
             try:
-                entries = json.loads(entries[0])
+                entries = json.loads(raw)
             except ValueError:
                 raise ValueRefused(self.expected) from None
             if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
@@ -268,7 +277,7 @@ class TextList:
         return tuple(entries)
 
     def show(self, value: tuple[str, ...]) -> str:
-        if len(value) == 1:
+        if len(value) == 1 and not value[0].lstrip().startswith("["):
             return _quoted(value[0])
         return "[" + ", ".join(_quoted(entry) for entry in value) + "]"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.config import SETTINGS, Config
 from kvd.config_check import check
-from kvd.config_kinds import RawValue, ValueRefused
+from kvd.config_kinds import RawValue, ValueRefused, short
 from kvd.config_vllm import FOREIGN_SETTINGS, NAMES_ELSEWHERE
 from kvd.errors import ConfigError
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from yaml import Node
 
 _MAX_FILE_BYTES = 2**20
-_MAX_ECHO = 40
 _NULL = "tag:yaml.org,2002:null"
 
 
@@ -89,12 +88,6 @@ def unknown_name(name: str, is_flag: bool) -> str:
     nearest = [known] if known else difflib.get_close_matches(name, [*SETTINGS, *FOREIGN_SETTINGS], 1, 0.6)
     hint = f"; did you mean {_as_written(nearest[0], is_flag)}?" if nearest else ""
     return f"flag{hint}" if is_flag else f"key {short(name)!r}{hint}"
-
-
-def short(text: str) -> str:
-    """A piece of what a user wrote, short enough for one line."""
-    text = " ".join(text.split()) if text.strip() else text
-    return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "…"
 
 
 def _as_written(name: str, is_flag: bool) -> str:

@@ -1,0 +1,57 @@
+# `make serve` sets up everything and serves the default model; `make test` passes the tests; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+INPUTS := pyproject.toml packaging/constraints.txt packaging/make_venv.sh
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv serve test check check-full docs clean
+
+help: ## list what make can do
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' Makefile
+	@echo '  ARGS="…" passes flags on; PYTHON=python3.12 chooses the interpreter; KVD_TORCH=… chooses the torch.'
+
+venv: $(VENV)/.made ## build the environment: .venv/bin/kvd
+
+serve: venv ## serve the model of kvd.yaml on 127.0.0.1:8000
+	@exec $(VENV)/bin/kvd serve -c kvd.yaml $(ARGS)
+
+test: $(VENV)/.made-test ## the quick tests; ARGS="tests/server -x" narrows them
+	$(RUN) -m pytest -m "not full and not gpu" $(ARGS)
+
+# Exit code 5 of pytest says that no test was selected; here that is no failure.
+check-full: $(VENV)/.made-test ## the long tests: soaks, whole matrices, fuzz
+	@$(RUN) -m pytest -m "full and not gpu" $(ARGS); code=$$?; \
+	if [ $$code -eq 5 ]; then echo "no test is marked full"; exit 0; fi; exit $$code
+
+check: $(VENV)/.made-dev build/typing/kvd_kernels ## format, lint, types
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy kvd build/typing/kvd_kernels
+
+docs: venv ## write what is generated from the program: kvd.yaml and tables in docs/
+	$(RUN) packaging/make_docs.py
+
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.made: $(INPUTS)
+	@packaging/make_venv.sh $(PYTHON) $(VENV)
+	@touch $@
+
+$(VENV)/.made-test: $(VENV)/.made
+	@packaging/make_venv.sh $(PYTHON) $(VENV) test
+	@touch $@
+
+$(VENV)/.made-dev: $(VENV)/.made
+	@packaging/make_venv.sh $(PYTHON) $(VENV) dev
+	@touch $@
+
+# The folder kernels/ is imported as kvd_kernels; mypy needs to see it under that name.
+build/typing/kvd_kernels:
+	@mkdir -p build/typing
+	@ln -sfn ../../kernels $@

@@ -1,0 +1,306 @@
+"""`kvd serve`: wires model, engine, text, server and dashboard together, and ends them in order.
+
+    listen ─► load on the main thread, while a waiting room answers 503 ─► event loop: engine, HTTP, dashboard
+    first SIGINT/SIGTERM: refuse new requests, let running ones finish ─► second: end them ─► third: leave at once
+
+Purpose: the one place where rooms are injected into each other. Main thread; the event loop runs on it once
+loading is over. Invariant: while the dashboard shows, nothing else writes to the terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Literal, NoReturn, cast
+
+from aiohttp import web
+
+from kvd.config import Config
+from kvd.config_check import is_inline_template
+from kvd.config_load import LoadedConfig
+from kvd.core import EngineInfo
+from kvd.engine.build import build_engine
+from kvd.engine.engine import Engine
+from kvd.errors import ConfigError, StartupError, UnsupportedModel
+from kvd.log import EventSink, Logging, get_logger, setup
+from kvd.model.files import ModelFiles
+from kvd.model.loading import read_spec, resolve_model
+from kvd.model.progress import TerminalProgress
+from kvd.model.spec import ModelSpec
+from kvd.observe.event_log import EventLog
+from kvd.server.app import build_app
+from kvd.server.lifecycle import RunningServer, create_runner
+from kvd.server.settings import SamplingDefaults, ServerSettings
+from kvd.text.text_model import TextModel
+from kvd.tools.banner import budget_lines, client_lines
+from kvd.tools.listen import base_url, close_all, open_sockets
+from kvd.tools.waiting_room import WaitingRoom
+
+SWITCH_INTERVAL_SECONDS = 0.0002
+"""How long a thread that comes back from C may wait for the interpreter; a decode step is shorter than the
+default of 5 ms."""
+
+log = get_logger("serve")
+
+
+def run(loaded: LoadedConfig) -> int:
+    """Serve until told to stop; returns the exit code. Raises KvdError where it cannot start."""
+    config = loaded.config
+    shows_dashboard = wants_dashboard(config)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    events = EventLog()
+    logging = setup(config.log_level, to_terminal=True, sink=_sink(events), debug=bool(os.environ.get("KVD_DEBUG")))
+    for notice in loaded.notices:
+        log.warning(notice)
+    sockets = open_sockets(config.host, config.port)
+    try:
+        with _sigterm_interrupts(), contextlib.closing(WaitingRoom(sockets)):
+            gpu = gpu_name()
+            if gpu:
+                log.warning(f"this version of kvd computes on the CPU; {gpu} stays unused")
+            engine, text, settings = load(config)
+        port = sockets[0].getsockname()[1]
+        url = base_url(config.host, port)
+        lines = client_lines(
+            url, engine.info, needs_key=bool(config.api_key), key_origin=loaded.origins.get("api_key", "")
+        )
+        for line in (*budget_lines(engine.info), *lines):
+            print(line, file=sys.stderr)
+        app = build_app(engine, text, config=settings, event_log=events)
+        service = _Service(config, engine, app, sockets, url, logging, shows_dashboard=shows_dashboard)
+        return asyncio.run(service.run())
+    finally:
+        close_all(sockets)
+
+
+def wants_dashboard(config: Config) -> bool:
+    """Whether to show the dashboard; ConfigError where it is asked for and there is no terminal."""
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if config.dashboard and not has_terminal:
+        raise ConfigError("--dashboard: there is no terminal to show it in; leave it away to log to stderr")
+    return has_terminal if config.dashboard is None else config.dashboard
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
+    """Resolve, read and pack the model. Raises StartupError and its children."""
+    import torch
+
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    home = config.home_path
+    progress = TerminalProgress()
+    files = resolve_model(config.model, home=home, revision=config.revision, progress=progress)
+    spec = read_spec(files)
+    _check_quantization(config, spec)
+    text = TextModel(
+        files.tokenizer_json,
+        chat_template=_chat_template(config, files),
+        adds_bos=files.adds_bos,
+        bos_token_id=files.bos_token_id,
+        special_tokens=files.special_tokens,
+    )
+    engine_log = get_logger("engine")
+    levels = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+    engine = build_engine(
+        config,
+        files,
+        spec,
+        home=home,
+        progress=progress,
+        log=lambda level, message: engine_log.log(levels[level], "%s", message),
+    )
+    return engine, text, server_settings(config, engine.info, files)
+
+
+def server_settings(config: Config, info: EngineInfo, files: ModelFiles) -> ServerSettings:
+    """What the server is told; sampling defaults are the checkpoint's."""
+    known = {
+        name: files.default_sampling[name] for name in SamplingDefaults.__slots__ if name in files.default_sampling
+    }
+    if files.default_sampling.get("do_sample") is False:
+        known["temperature"] = 0.0
+    return ServerSettings(
+        served_names=info.served_names,
+        end_token_ids=frozenset(files.eos_token_ids),
+        default_sampling=SamplingDefaults(**known),
+        host=config.host,
+        api_keys=tuple((f"key {number}", key) for number, key in enumerate(config.api_key, 1)),
+        allowed_hosts=config.allowed_hosts,
+        allowed_origins=config.allowed_origins,
+        max_body_bytes=config.max_body_size,
+    )
+
+
+def _chat_template(config: Config, files: ModelFiles) -> str | None:
+    chosen = config.chat_template
+    if chosen is None:
+        return files.chat_template
+    if is_inline_template(chosen):
+        return chosen
+    try:
+        with open(chosen, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise StartupError(f"chat_template: {chosen}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise StartupError(f"chat_template: {chosen}: not UTF-8 text") from None
+
+
+def _check_quantization(config: Config, spec: ModelSpec) -> None:
+    found = spec.quantization.split()[0]
+    has = found if found in ("awq", "gguf") else "none"
+    if config.quantization not in ("auto", has):
+        raise UnsupportedModel(
+            f"quantization: {config.quantization} is asked for, but {config.model} is {spec.quantization}"
+        )
+
+
+def gpu_name() -> str:
+    """The first NVIDIA device, or an empty text where there is none or its driver does not answer."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ""
+    try:
+        if pynvml.nvmlDeviceGetCount() == 0:
+            return ""
+        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    except pynvml.NVMLError:
+        return ""
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """While loading, SIGTERM unwinds like Ctrl-C, so that temporary files go."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _sink(events: EventLog) -> EventSink:
+    def add(level: str, kind: str, message: str) -> None:
+        events.add(cast(Literal["debug", "info", "warning", "error"], level), kind, message)
+
+    return add
+
+
+# --------------------------------------------------------------------------- serving
+
+
+class _Service:
+    """The running server: engine, HTTP, dashboard, and the order in which they end. Event loop only."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        app: web.Application,
+        sockets: list[socket.socket],
+        url: str,
+        logging: Logging,
+        *,
+        shows_dashboard: bool,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._app = app
+        self._sockets = sockets
+        self._url = url
+        self._logging = logging
+        self._shows_dashboard = shows_dashboard
+        self._num_signals = 0
+
+    async def run(self) -> int:
+        """Serve; returns the exit code once everything has ended."""
+        self._stopping = asyncio.Event()
+        self._forced = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        await self._engine.start()
+        runner = create_runner(self._app)
+        await runner.setup()
+        server = RunningServer(self._app, runner, self._config.host, self._sockets[0].getsockname()[1])
+        try:
+            for listening in self._sockets:
+                await web.SockSite(runner, listening).start()
+            if self._shows_dashboard:
+                await self._run_dashboard()
+            await self._stopping.wait()
+            server.begin_drain()
+            await self._drain()
+        finally:
+            await server.close()
+        return 0
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._stopping.set()
+        elif self._num_signals == 2:
+            self._forced.set()
+        else:
+            os._exit(130)
+
+    async def _drain(self) -> None:
+        """Let running requests finish for at most `drain_timeout`, or until a second signal."""
+        snapshot = await self._engine.snapshot()
+        count = snapshot.num_running + snapshot.num_waiting
+        if count:
+            log.info(
+                f"stopping: {count} requests get up to {self._config.drain_timeout:g} s; a second signal ends them"
+            )
+        draining = asyncio.create_task(self._engine.stop(self._config.drain_timeout))
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
+        if not draining.done():
+            log.warning("ending requests that have not finished")
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+            await self._engine.stop(0)
+        else:
+            await draining
+
+    async def _run_dashboard(self) -> None:
+        """Show the dashboard until it is closed or the server is told to stop; afterwards the log shows."""
+        from kvd.tui.app import Dashboard
+
+        dashboard = Dashboard(
+            self._engine, self._engine, address=self._url, model=self._engine.info.served_names[0], on_quit="ask"
+        )
+        self._logging.show(False)
+        showing = asyncio.create_task(dashboard.run_async())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({showing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not showing.done():
+                dashboard.exit("stop")
+            outcome = await showing
+        finally:
+            stopping.cancel()
+            self._logging.show(True)
+        if outcome == "stop":
+            self._stopping.set()
+        else:
+            log.info(f"the dashboard is closed; kvd serves on at {self._url}; Ctrl-C stops it")
