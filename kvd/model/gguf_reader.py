@@ -67,7 +67,7 @@ def parse_gguf(path: Path) -> GgufContents:
         raise CheckpointError(f"{path}: truncated, or no GGUF file ({_reason(error)})") from error
     if reader.byte_order == "S":
         raise UnsupportedModel(f"{path}: a big-endian GGUF file is not served")
-    if metadata.get("split.count", 0) > 1:
+    if metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedModel(f"{path}: a GGUF file split in {metadata['split.count']} parts is not served")
     size = path.stat().st_size
     tensors = {}
@@ -113,6 +113,14 @@ class _Metadata:
             raise CheckpointError(f"{self._source}: metadata key '{self._architecture}.{key}' is missing")
         return value
 
+    def integer(self, key: str) -> int:
+        value = self.required(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise CheckpointError(
+                f"{self._source}: metadata key '{self._architecture}.{key}' must be a positive integer, not {value!r}"
+            )
+        return value
+
     def refuse(self, key: str, harmless: tuple[Any, ...]) -> None:
         value = self.get(key)
         if value is not None and value not in harmless:
@@ -129,11 +137,11 @@ def translate_config(contents: GgufContents, source: str) -> dict[str, Any]:
     metadata = _Metadata(contents.metadata, architecture, source)
     metadata.refuse("expert_count", (0,))
     metadata.refuse("rope.scaling.type", ("none",))
-    num_heads = metadata.required("attention.head_count")
-    hidden_size = metadata.required("embedding_length")
-    if isinstance(num_heads, list):
+    if isinstance(metadata.required("attention.head_count"), list):
         raise UnsupportedModel(f"{source}: a head count per layer is not served")
-    head_dim = metadata.get("attention.key_length") or hidden_size // max(num_heads, 1)
+    num_heads = metadata.integer("attention.head_count")
+    hidden_size = metadata.integer("embedding_length")
+    head_dim = metadata.get("attention.key_length") or hidden_size // num_heads
     metadata.refuse("attention.value_length", (head_dim,))
     metadata.refuse("rope.dimension_count", (head_dim,))
     if "token_embd.weight" not in contents.tensors:

@@ -8,6 +8,7 @@ Invariant: which tensors exist decides how a module is stored; the config is onl
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch
 
@@ -34,14 +35,16 @@ class HfWeightSource:
         self._tied_embeddings = tied_embeddings
         self._config_source = config_source
         self._used: set[str] = set()
-        self._any_path = next(iter(files.entries.values())).path if files.entries else None
+        paths = {entry.path for entry in files.entries.values()}
+        # What a missing tensor is missing from: the one file, or the directory of the shards.
+        self._everywhere = paths.pop() if len(paths) == 1 else Path(config_source).parent
 
     def has(self, tensor: str) -> bool:
         return tensor in self._files
 
     def where(self, tensor: str) -> str:
         entry = self._files.entries.get(tensor)
-        path = entry.path if entry is not None else self._any_path
+        path = entry.path if entry is not None else self._everywhere
         return f"{path}: {tensor}"
 
     def vector(self, tensor: str, size: int) -> torch.Tensor:
@@ -49,9 +52,10 @@ class HfWeightSource:
         return self._floats(tensor, (size,)).to(torch.float32, copy=True)
 
     def matrix(self, module: str, num_outputs: int, num_inputs: int) -> WeightMatrix:
-        is_packed, is_plain = self.has(f"{module}.qweight"), self.has(f"{module}.weight")
-        if is_packed and is_plain:
-            raise CheckpointError(f"{self.where(f'{module}.qweight')}: there is also {module}.weight")
+        packed = [f"{module}.{suffix}" for suffix in _PACKED if self.has(f"{module}.{suffix}")]
+        is_packed = bool(packed)
+        if is_packed and self.has(f"{module}.weight"):
+            raise CheckpointError(f"{self.where(packed[0])}: there is also {module}.weight")
         if not is_packed:
             # A float weight is a view of the file: its pages are read when a backend packs it.
             return FloatWeight(self._floats(f"{module}.weight", (num_outputs, num_inputs)))
@@ -66,7 +70,7 @@ class HfWeightSource:
 
     def _packed(self, module: str, num_outputs: int, num_inputs: int, awq: AwqConfig) -> Int4Weight:
         group_size = num_inputs if awq.group_size == -1 else awq.group_size
-        where = self.where(module)
+        where = self.where(f"{module}.qweight").removesuffix(".qweight")
         if num_inputs % group_size:
             raise UnsupportedModel(f"{where}: group size {group_size} does not divide {num_inputs} inputs")
         if num_outputs % 8:
