@@ -81,6 +81,7 @@ def _is_preflight(request: web.Request) -> bool:
 async def add_common_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Request id and CORS on every answer, errors and streams included (the `on_response_prepare` signal)."""
     headers = response.headers
+    headers["Server"] = "kvd"
     headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     if "Origin" in request.headers:
         headers["Vary"] = "Origin"

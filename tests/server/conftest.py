@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +32,7 @@ class Harness:
     session: aiohttp.ClientSession
     event_log: EventLog
     clients: dict[str, openai.AsyncOpenAI] = field(default_factory=dict)
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -44,7 +49,21 @@ class Harness:
             )
         return self.clients[api_key]
 
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A raw connection with a small receive buffer; closed with the harness."""
+        sock = socket.socket(socket.AF_INET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (self.server.host, self.server.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=2**22)
+        self.writers.append(writer)
+        return reader, writer
+
     async def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
         for client in self.clients.values():
             await client.close()
         await self.session.close()
@@ -118,6 +137,37 @@ async def start_server(text_model: TextModel) -> AsyncIterator[StartServer]:
 @pytest.fixture
 async def harness(start_server: StartServer) -> Harness:
     return await start_server()
+
+
+class LogLines(logging.Handler):
+    """The server's log lines, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._arrived = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self._arrived.set()
+
+    async def find(self, part: str) -> str:
+        """The first line with `part` in it, now or later."""
+        while not (found := [line for line in self.lines if part in line]):
+            self._arrived.clear()
+            await self._arrived.wait()
+        return found[0]
+
+
+@pytest.fixture
+def log_lines() -> Iterator[LogLines]:
+    handler, logger = LogLines(), logging.getLogger("kvd.server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 USER = [{"role": "user", "content": "Hi"}]

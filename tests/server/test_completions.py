@@ -1,0 +1,191 @@
+"""POST /v1/completions through the real openai client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from kvd.errors import ContextLengthExceeded, ServerOverloaded
+from tests.server.conftest import Harness
+from tests.server.fakes import BEGIN, MAX_MODEL_LEN, MODEL, parse_events
+
+
+async def test_answer_has_every_field(harness: Harness) -> None:
+    answer = await harness.client().completions.create(model=MODEL, prompt="Say", max_tokens=5)
+    raw = answer.to_dict()
+    assert answer.id.startswith("cmpl-")
+    assert raw["object"] == "text_completion"
+    assert raw["choices"] == [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}]
+    assert raw["usage"]["prompt_tokens"] == 4  # type: ignore[index]
+    assert raw["usage"]["completion_tokens"] == 5  # type: ignore[index]
+    assert harness.engine.submitted[0].prompt_token_ids == (BEGIN, *b"Say")
+    assert harness.engine.submitted[0].endpoint == "completions"
+
+
+async def test_sixteen_tokens_when_nothing_is_said(harness: Harness) -> None:
+    harness.engine.reply = "x" * 100
+    answer = await harness.client().completions.create(model=MODEL, prompt="Say")
+    assert answer.choices[0].text == "x" * 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [(BEGIN, 97, 98)]),
+        (["ab", "c"], [(BEGIN, 97, 98), (BEGIN, 99)]),
+        ([97, 259, 98], [(97, 259, 98)]),
+        ([[1, 2], [3]], [(1, 2), (3,)]),
+    ],
+)
+async def test_four_kinds_of_prompt(harness: Harness, prompt: Any, expected: list[tuple[int, ...]]) -> None:
+    answer = await harness.client().completions.create(model=MODEL, prompt=prompt, max_tokens=20)
+    assert [request.prompt_token_ids for request in harness.engine.submitted] == expected
+    assert [choice.index for choice in answer.choices] == list(range(len(expected)))
+    assert {choice.text for choice in answer.choices} == {"Hello world"}
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, expected))
+    assert answer.usage.completion_tokens == 12 * len(expected)
+    assert len({request.request_id for request in harness.engine.submitted}) == len(expected)
+
+
+async def test_control_tokens_in_a_prompt_are_text(harness: Harness) -> None:
+    await harness.client().completions.create(model=MODEL, prompt="<|begin|><|end|>")
+    assert [id_ for id_ in harness.engine.submitted[0].prompt_token_ids if id_ > 255] == [BEGIN]
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_stream_of_several_prompts(harness: Harness, usage: bool) -> None:
+    body: dict[str, Any] = {"prompt": ["a", "b", "c"], "max_tokens": 20}
+    if usage:
+        body["stream_options"] = {"include_usage": True}
+    chunks: list[Any] = parse_events(await harness.stream_text("/v1/completions", body))
+    if usage:
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 36
+    assert all("usage" not in chunk or chunk["usage"] is None for chunk in chunks)
+    texts, reasons = ["", "", ""], ["", "", ""]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        if choice["finish_reason"]:
+            reasons[choice["index"]] += choice["finish_reason"]
+    assert texts == ["Hello world"] * 3
+    assert reasons == ["stop"] * 3
+    assert harness.engine.aborted == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs(harness: Harness, stream: bool) -> None:
+    harness.engine.reply = "Zoë!"
+    body = {"prompt": "a", "logprobs": 3, "max_tokens": 5}
+    if stream:
+        chunks: list[Any] = parse_events(await harness.stream_text("/v1/completions", body))
+        found = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    else:
+        _, answer = await harness.post("/v1/completions", body)
+        found = [answer["choices"][0]["logprobs"]]
+    joined = {key: [item for part in found for item in part[key]] for key in found[0]}
+    assert joined["tokens"] == ["Z", "o", "", "ë", "!"]
+    assert joined["text_offset"] == [0, 1, 2, 2, 3]
+    assert joined["token_logprobs"] == [-0.25] * 5
+    assert joined["top_logprobs"][0] == {"Z": -0.25, "[": -9999.0, "\\": -9999.0}
+
+
+async def test_logprobs_of_the_sampled_token_alone(harness: Harness) -> None:
+    answer = await harness.client().completions.create(model=MODEL, prompt="a", logprobs=0, max_tokens=1)
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.top_logprobs == [{"H": -0.25}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([""], "empty"),
+        ([[]], "empty"),
+        ([[1], []], "empty"),
+        (["a", 1], "mix"),
+        ([1, [2]], "mix"),
+        ([260], "vocabulary"),
+        ([-1], "vocabulary"),
+        ([[1, 10**30]], "vocabulary"),
+        ([1.5], "prompt"),
+        (None, "prompt"),
+        ({"a": 1}, "prompt"),
+        ([[["a"]]], "prompt"),
+    ],
+)
+async def test_wrong_prompts(harness: Harness, prompt: Any, message: str) -> None:
+    status, answer = await harness.post("/v1/completions", {"prompt": prompt})
+    assert status == 400
+    assert answer["error"]["param"].startswith("prompt")
+    assert message in answer["error"]["message"]
+    assert harness.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", 6), ("logprobs", -1), ("logprobs", True), ("echo", True), ("best_of", 2), ("best_of", 0),
+        ("suffix", "x"), ("n", 2), ("n", 129), ("max_tokens", -1), ("max_tokens", 0), ("echo", 1),
+    ],
+)  # fmt: skip
+async def test_wrong_or_unsupported_fields(harness: Harness, field: str, value: object) -> None:
+    status, answer = await harness.post("/v1/completions", {"prompt": "a", field: value})
+    assert status == 400
+    assert answer["error"]["param"] == field
+    assert harness.engine.submitted == []
+
+
+async def test_best_of_below_n(harness: Harness) -> None:
+    _, answer = await harness.post("/v1/completions", {"prompt": "a", "n": 3, "best_of": 2})
+    assert answer["error"]["param"] == "best_of"
+
+
+async def test_harmless_values_of_unsupported_fields(harness: Harness) -> None:
+    body = {"prompt": "a", "n": 1, "best_of": 1, "echo": False, "suffix": "", "kv_eviction": "none"}
+    status, _ = await harness.post("/v1/completions", body)
+    assert status == 200
+
+
+async def test_prompt_at_the_limit(harness: Harness) -> None:
+    prompt = [65] * MAX_MODEL_LEN
+    with pytest.raises(openai.BadRequestError) as refused:
+        await harness.client().completions.create(model=MODEL, prompt=[[1], prompt])
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
+    await harness.client().completions.create(model=MODEL, prompt=prompt[1:])
+    assert [request.sampling.max_tokens for request in harness.engine.submitted] == [1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_refusal_of_a_long_prompt_names_the_field(harness: Harness, stream: bool) -> None:
+    harness.engine.refusal = ContextLengthExceeded("too long", num_prompt_tokens=9, limit_tokens=8)
+    status, answer = await harness.post("/v1/completions", {"prompt": "a", "stream": stream})
+    assert status == 400
+    assert answer["error"]["param"] == "prompt"
+    assert answer["error"]["n_ctx"] == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_refused_prompt_ends_the_others(harness: Harness, stream: bool) -> None:
+    harness.engine.permits = asyncio.Semaphore(0)
+    harness.engine.refusal, harness.engine.num_accepted_before_refusal = ServerOverloaded("full"), 2
+    status, answer = await harness.post("/v1/completions", {"prompt": ["a", "b", "c"], "stream": stream})
+    assert status == 503
+    assert answer["error"]["code"] == "server_is_overloaded"
+    assert sorted(harness.engine.aborted) == [request.request_id for request in harness.engine.submitted]
+    assert harness.engine.running_ids == set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_of_one_prompt_ends_the_others(harness: Harness, stream: bool) -> None:
+    harness.engine.fail_after = 0
+    status, answer = await harness.post("/v1/completions", {"prompt": ["a", "b"], "stream": stream})
+    assert status == 500
+    assert "planted" in answer["error"]["message"]
+    assert harness.engine.running_ids == set()

@@ -1,0 +1,134 @@
+"""Histograms, the event log, the windowed hit rate, and snapshots as JSON."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.core import Histogram, LogEvent
+from kvd.observe.buckets import BUCKET_BOUNDS
+from kvd.observe.event_log import EventLog
+from kvd.observe.histogram import HistogramBuilder, difference, estimate_quantile
+from kvd.observe.metrics import HitRateWindow
+from kvd.server.snapshot_json import decode_snapshot, encode_snapshot
+from kvd.text.text_model import TextModel
+from tests.server.fakes import FakeEngine
+
+# --------------------------------------------------------------------------- histograms
+
+
+def test_counts_are_cumulative_and_a_bound_belongs_to_its_bucket() -> None:
+    builder = HistogramBuilder((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 3.0):
+        builder.observe(value)
+    assert builder.freeze() == Histogram((1.0, 2.0, math.inf), (2, 4, 5), 8.0)
+
+
+def test_a_frozen_histogram_does_not_change() -> None:
+    builder = HistogramBuilder((1.0,))
+    before = builder.freeze()
+    builder.observe(0.5)
+    assert before.counts == (0, 0)
+    assert difference(builder.freeze(), before).counts == (1, 1)
+
+
+@given(st.lists(st.floats(0, 1e6)), st.sampled_from(sorted(BUCKET_BOUNDS)))
+def test_builder_agrees_with_counting(values: list[float], name: str) -> None:
+    builder = HistogramBuilder(BUCKET_BOUNDS[name])
+    for value in values:
+        builder.observe(value)
+    frozen = builder.freeze()
+    assert frozen.counts == tuple(sum(value <= bound for value in values) for bound in frozen.bounds)
+    assert frozen.total == len(values)
+    assert frozen.sum == pytest.approx(sum(values))
+
+
+@pytest.mark.parametrize(
+    ("quantile", "expected"), [(0.0, 0.0), (0.25, 0.5), (0.5, 1.0), (0.75, 1.5), (0.8, 1.6), (1.0, 2.0)]
+)
+def test_quantiles_are_linear_within_a_bucket(quantile: float, expected: float) -> None:
+    histogram = Histogram((1.0, 2.0, math.inf), (2, 4, 4), 0.0)
+    assert estimate_quantile(histogram, quantile) == pytest.approx(expected)
+
+
+def test_quantile_of_nothing_and_beyond_the_last_bound() -> None:
+    assert estimate_quantile(HistogramBuilder((1.0,)).freeze(), 0.5) is None
+    assert estimate_quantile(Histogram((1.0, 2.0, math.inf), (0, 0, 3), 99.0), 0.5) == 2.0
+
+
+# --------------------------------------------------------------------------- hit rate
+
+
+def test_hit_rate_is_that_of_the_window() -> None:
+    window = HitRateWindow(60)
+    assert window.update(0, 0, 0) == 0.0
+    assert window.update(10, 50, 100) == 0.5
+    assert window.update(50, 50, 200) == 0.25
+    assert window.update(80, 90, 300) == pytest.approx(40 / 200), "what was before 20 s no longer counts"
+    assert window.update(500, 190, 400) == 1.0, "since the last look, longer ago than the window"
+    assert window.update(600, 190, 400) == 0.0
+
+
+# --------------------------------------------------------------------------- event log
+
+
+def test_ring_keeps_the_newest() -> None:
+    log = EventLog(capacity=3)
+    for number in range(5):
+        log.add("info", "kind", str(number))
+    assert [event.message for event in log.recent()] == ["2", "3", "4"]
+    assert [event.message for event in log.recent(2)] == ["3", "4"]
+    assert log.recent(0) == ()
+
+
+def test_subscribers_see_every_later_event_once() -> None:
+    log, seen = EventLog(), list[LogEvent]()
+    log.add("info", "kind", "before")
+    unsubscribe = log.subscribe(seen.append)
+    event = log.add("error", "kind", "during", "req-1")
+    unsubscribe()
+    unsubscribe()
+    log.add("info", "kind", "after")
+    assert seen == [event]
+
+
+def test_threads_lose_nothing() -> None:
+    log, seen = EventLog(capacity=10_000), list[LogEvent]()
+    log.subscribe(seen.append)
+
+    def add_many() -> None:
+        for number in range(500):
+            log.add("debug", threading.current_thread().name, str(number))
+
+    threads = [threading.Thread(target=add_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tuple(seen) == log.recent()
+    assert len(seen) == 2000
+
+
+# --------------------------------------------------------------------------- JSON
+
+
+async def test_snapshot_round_trip(text_model: TextModel) -> None:
+    engine = FakeEngine(text_model)
+    engine.observe("e2e_request_latency_seconds", 0.1, 5.0, 1e9)
+    snapshot = await engine.snapshot(details=True)
+    data = encode_snapshot(snapshot)
+    assert b"null" not in data.replace(b'"ttft_seconds":null', b"")
+    assert decode_snapshot(data) == snapshot
+    newer = msgspec.json.encode({**msgspec.json.decode(data), "added_later": {"x": 1}})
+    assert decode_snapshot(newer) == snapshot
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[]", b"x", b'{"time": "now"}'])
+def test_what_is_no_snapshot_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_snapshot(data)
