@@ -4,9 +4,10 @@ A request gets the blocks of all its known tokens when it is admitted, so a pref
 and only generated tokens make requests grow.
 
 Expected growth: a request that has generated n tokens is expected to generate as many again (times
-`expected_growth_factor`), at least `min_expected_growth_tokens` and at most what its limits leave. (Of a thing whose age is all that is
-known, half its life is a fair guess; the lower bound is for those that have just begun.) A request is admitted only if
-the growth expected of everybody, itself included, stays available. Alone it is admitted in any case.
+`expected_growth_factor`), at least `min_expected_growth_tokens` and at most what its limits leave. (Of a thing
+whose age is all that is known, half its life is a fair guess; the lower bound is for those that have just
+begun.) A request is admitted only if the growth expected of everybody, itself included, stays available. Alone
+it is admitted in any case.
 """
 
 from __future__ import annotations

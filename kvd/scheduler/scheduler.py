@@ -240,8 +240,8 @@ class Scheduler:
         """Start waiting requests in order of service, until one does not fit."""
         while self._waiting and self._free_slots and budget.tokens_left and budget.admissions_open:
             state = self._waiting[0]
-            if state.must_release:
-                return
+            # Whoever was preempted in this pass closed admissions, and the others' steps have been committed.
+            assert not state.must_release
             if self._running and self._refused == (state, self.cache.num_releases):
                 return  # no block was given back since it was refused
             spare = spare_blocks(self._running, state, self.config)

@@ -197,6 +197,7 @@ def test_a_hit_makes_a_chain_recent_again() -> None:
         cache.free(computed(cache, tokens))
     again = cache.open("")
     assert cache.allocate(again, [*first[:31], 5]) == 16
+    assert sorted(block.num_hits for block in cache._groups[0].index) == [0, 0, 1]
     cache.free(again)
     sequence = cache.open("other")
     cache.allocate(sequence, [1] * 48)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvd.errors import ConfigError, ContextLengthExceeded, RequestError, ServerOverloaded
+from kvd.scheduler.admission import expected_growth_blocks, spare_blocks
 from kvd.scheduler.budget import UNKNOWN_TOKEN
 from kvd.scheduler.config import SchedulerConfig
+from kvd.scheduler.preemption import choose_victim, oldest_of
 
 from .driver import STOP, Driver, make_request, shape
 from .invariants import check_everything
@@ -212,6 +214,16 @@ def test_a_deadline_ends_a_running_request_too() -> None:
     assert driver.scheduler.plan() is None
 
 
+def test_an_alarm_of_an_ended_request_does_not_ring_for_the_next_of_that_name() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 5, deadline=4.0))
+    driver.scheduler.abort("a", "abort")
+    driver.scheduler.add(make_request("a", 5))
+    driver.now = 5.0
+    assert driver.scheduler.expire() == []
+    assert driver.scheduler.num_waiting == 1
+
+
 # --------------------------------------------------------------------------- abort at every stage
 
 
@@ -311,37 +323,121 @@ def test_the_latest_is_preempted_and_its_recomputation_is_not_a_hit() -> None:
     assert driver.scheduler.request_views() == ()
 
 
-def test_the_lowest_priority_is_preempted_before_the_latest() -> None:
-    driver = Driver(num_blocks=(8,), max_num_batched_tokens=100, min_expected_growth_tokens=0, expected_growth_factor=0)
-    driver.scheduler.add(make_request("oldest", 30, max_tokens=40))
-    driver.scheduler.add(make_request("humble", 30, max_tokens=40, priority=1))
-    driver.scheduler.add(make_request("latest", 30, max_tokens=40))
+@pytest.mark.parametrize(
+    ("asking", "fresh", "victim"),
+    [
+        ("oldest", "", "humble"),  # the lowest priority before the latest arrival
+        ("oldest", "humble", "latest"),
+        ("oldest", "humble latest", "middle"),
+        ("oldest", "humble latest middle", None),  # nobody twice without progress: it waits
+        ("latest", "humble", "latest"),  # itself
+        ("latest", "humble latest", None),  # nobody before it
+        ("middle", "humble", "latest"),
+        ("humble", "", "humble"),
+    ],
+)
+def test_who_gives_way(asking: str, fresh: str, victim: str | None) -> None:
+    driver = Driver(max_num_batched_tokens=100)
+    priorities = {"oldest": 5, "middle": 0, "humble": 1, "latest": 0}
+    for request_id, priority in priorities.items():
+        driver.scheduler.add(make_request(request_id, 3, priority=priority))
+    driver.step()
+    states = driver.scheduler._states
+    for request_id in fresh.split():
+        states[request_id].has_progressed = False
+    chosen = choose_victim(driver.scheduler._running, states[asking], oldest_of(driver.scheduler._running))
+    assert (chosen and chosen.request.request_id) == victim
+
+
+def crowded(**options: object) -> Driver:
+    """A small pool into which everything is admitted that fits at the moment."""
+    settings: dict[str, object] = {"num_blocks": (5,), "max_num_batched_tokens": 64}
+    return Driver(**(settings | options), min_expected_growth_tokens=0, expected_growth_factor=0)
+
+
+def test_the_oldest_asks_first_even_with_the_lowest_priority() -> None:
+    driver = crowded()
+    driver.scheduler.add(make_request("humble", 30, max_tokens=30, priority=9))
+    driver.scheduler.add(make_request("proud", 30, max_tokens=30))
+    driver.step()
+    assert [item.request_id for item in driver.plans[0].items] == ["proud", "humble"]
     while not driver.scheduler.counters().num_preemptions:
         driver.step()
-    states = {view.request_id: view.state for view in driver.scheduler.request_views()}
-    assert states == {"oldest": "decode", "latest": "decode", "humble": "preempted"}
-
-
-def test_the_oldest_is_never_preempted_even_with_the_lowest_priority() -> None:
-    driver = Driver(num_blocks=(5,), max_num_batched_tokens=64, min_expected_growth_tokens=0, expected_growth_factor=0)
-    driver.scheduler.add(make_request("humble", 30, max_tokens=30, priority=9))
-    driver.step()
-    driver.scheduler.add(make_request("proud", 30, max_tokens=30))
+    # Both needed the last block in the same step.
+    assert [item.request_id for item in driver.plans[-1].items] == ["humble"]
     driver.finish()
     assert driver.scheduler.counters().num_preemptions == 1
     finished = [event.request_id for event in driver.events if event.finish_reason]
     assert finished == ["humble", "proud"]
 
 
-def test_no_admission_while_a_running_request_lacks_blocks() -> None:
-    driver = Driver(num_blocks=(5,), max_num_batched_tokens=64, min_expected_growth_tokens=0, expected_growth_factor=0)
-    driver.scheduler.add(make_request("old", 30, max_tokens=40))
-    driver.scheduler.add(make_request("new", 30, max_tokens=40))
-    while not driver.scheduler.counters().num_preemptions:
-        driver.scheduler.abort("small", "abort")
-        driver.scheduler.add(make_request("small", 3, priority=5))
-        driver.step()
+def test_no_admission_in_a_pass_in_which_a_running_request_lacked_blocks() -> None:
+    def run(num_steps: int | None) -> Driver:
+        driver = crowded()
+        driver.scheduler.add(make_request("old", 30, max_tokens=40))
+        driver.scheduler.add(make_request("new", 30, max_tokens=40))
+        while not driver.scheduler.counters().num_preemptions and len(driver.plans) != num_steps:
+            driver.step()
+        return driver
+
+    driver = run(len(run(None).plans) - 1)
+    driver.scheduler.add(make_request("urgent", 3, priority=-1))
+    driver.step()
+    assert driver.scheduler.counters().num_preemptions == 1
     assert [item.request_id for item in driver.plans[-1].items] == ["old"]
+    driver.step()
+    assert [item.request_id for item in driver.plans[-1].items] == ["old", "urgent"]
+
+
+def test_one_victim_is_enough_while_its_blocks_are_on_their_way() -> None:
+    driver = crowded(num_blocks=(8,), max_num_batched_tokens=100)
+    for request_id in "abcd":
+        driver.scheduler.add(make_request(request_id, 30, max_tokens=40))
+    ahead = driver.plan()
+    while not driver.scheduler.counters().num_preemptions:
+        plan = driver.plan()
+        driver.commit(ahead)
+        ahead = plan
+        if driver.scheduler.num_running == 4 and len(ahead.items) == 4 and ahead.items[0].start == 31:
+            break
+    # Position 32 needs a block, all eight are in use, and the step before it is in flight.
+    assert driver.scheduler.plan() is None
+    assert driver.scheduler.counters().num_preemptions == 1
+    assert driver.scheduler.num_running == 3
+    check_everything(driver.scheduler)
+    driver.commit(ahead)
+    assert [item.request_id for item in driver.plan().items] == ["a", "b"]
+
+
+def test_a_refused_request_is_tried_again_when_blocks_come_back() -> None:
+    driver = crowded(num_blocks=(7,), max_num_batched_tokens=100)
+    driver.scheduler.add(make_request("long", 10, max_tokens=60))
+    driver.scheduler.add(make_request("brief", 30, max_tokens=3))
+    driver.step()
+    driver.scheduler.add(make_request("large", 80, max_tokens=3))
+    driver.step()
+    assert driver.scheduler.num_waiting == 1
+    driver.step()
+    assert driver.last_event("brief").finish_reason == "length"
+    driver.step()
+    assert [item.request_id for item in driver.plans[-1].items] == ["long", "large"]
+
+
+def test_expected_growth() -> None:
+    driver = Driver(num_blocks=(64,), max_num_batched_tokens=100, min_expected_growth_tokens=20)
+    driver.scheduler.add(make_request("a", 10, max_tokens=200))
+    driver.scheduler.add(make_request("b", 10, max_tokens=7))  # may grow to 16 stored tokens: no further block
+    driver.scheduler.add(make_request("c", 10, max_tokens=8))
+    config = driver.scheduler.config
+    a, b, c = (driver.scheduler._states[request_id] for request_id in "abc")
+    assert [expected_growth_blocks(state, config) for state in (a, b, c)] == [1, 0, 1]
+    assert [spare_blocks(running, a, config) for running in ([], [b], [b, a])] == [0, 1, 2]
+    driver.step()
+    for _ in range(49):
+        driver.step()
+    # 60 tokens, 50 of them generated: 110 are expected, three blocks more than it has.
+    assert a.num_output == 50
+    assert expected_growth_blocks(a, config) == 3
 
 
 # --------------------------------------------------------------------------- planning ahead
