@@ -12,6 +12,7 @@ The token's own text stays readable between its marks, so that templates which s
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Iterable
@@ -35,18 +36,38 @@ class ControlTokens:
     def __init__(self, hidden: Iterable[str], visible: Iterable[str] = ()) -> None:
         self.hidden = frozenset(hidden)
         self.all = self.hidden | frozenset(visible)
-        self.pattern = _alternatives(self.all)
-        self.hidden_pattern = _alternatives(self.hidden)
+        self.pattern = _any_of(self.all)
+        self.hidden_pattern = _any_of(self.hidden)
         # A part made of letters only is ordinary language and no edge: "system" must compare equal to "system".
         self.heads = frozenset(part for token in self.all for part in _proper_suffixes(token) if not part.isalnum())
         self.tails = frozenset(part for token in self.all for part in _proper_prefixes(token) if not part.isalnum())
         self.edge_lengths = sorted(set(map(len, self.heads | self.tails)))
 
 
-def _alternatives(tokens: frozenset[str]) -> re.Pattern[str]:
-    """Longest first, so that a token wins over one that it begins with, as in tokenizers."""
-    ordered = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the tokens; of several that begin at one place the longest, as tokenizers does.
+
+    Tokens share their beginnings in the pattern: a plain list of alternatives takes time per token at every "<|"
+    of a text, and matching holds the interpreter for as long.
+    """
+    return re.compile(_factored(sorted(set(tokens))) or r"(?!)")
+
+
+def _factored(tokens: list[str]) -> str:
+    """A pattern for sorted distinct strings; "" for none, or for the empty string alone."""
+    parts = []
+    for _, group in itertools.groupby((token for token in tokens if token), key=lambda token: token[0]):
+        members = list(group)
+        num_shared = _common_length(members[0], members[-1])  # sorted: what these two share, all share
+        parts.append(re.escape(members[0][:num_shared]) + _factored([member[num_shared:] for member in members]))
+    if not parts:
+        return ""
+    return f"(?:{'|'.join(parts)}){'?' if '' in tokens else ''}"
+
+
+def _common_length(first: str, second: str) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _proper_prefixes(token: str) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +71,25 @@ def test_template_text_and_user_text_form_no_token_together() -> None:
             assert literals.resolve(before + text + after).control_spans == []
 
 
+def test_real_token_inside_a_span_that_is_none() -> None:
+    """One token is the end of another: the user typed its beginning, the template wrote the rest."""
+    literals = Literals(ControlTokens(["<x><y>", "<y>"]))
+    assert literals.resolve(literals.mark("<x>") + "<y>").control_spans == [(3, 6)]
+    assert literals.resolve("<x><y>").control_spans == [(0, 6)]
+
+
+def test_random_strings_form_no_control_token_and_hide_none() -> None:
+    chance = random.Random(27)
+    for _ in range(3000):
+        strings = ["".join(chance.choices(PIECES, k=chance.randint(0, 5))) for _ in range(chance.randint(1, 4))]
+        literals = Literals(CONTROL)
+        rendered = literals.resolve("<|im_start|>".join(literals.mark(string) for string in strings))
+        assert rendered.text == "<|im_start|>".join(strings)
+        starts = itertools.accumulate((len(string) + 12 for string in strings[:-1]), initial=0)
+        expected = [start + len(string) for start, string in zip(starts, strings, strict=True)][:-1]
+        assert rendered.control_spans == [(start, start + 12) for start in expected], strings
+
+
 def test_ordinary_strings_stay_as_they_are() -> None:
     literals = Literals(CONTROL)
     value = {"role": "system", "content": "a < b > c, end", "n": [1, 2.5, None, True], "type": "text"}
@@ -111,6 +133,12 @@ def test_marks_differ_between_renderings_and_can_be_removed() -> None:
     assert first.mark("</s>") != second.mark("</s>")
     assert first.remove_marks(first.mark("a </s> <")) == "a </s> <"
     assert second.resolve(first.mark("</s>")).control_spans != [], "marks of another rendering mean nothing"
+
+
+def test_the_longest_of_several_tokens_is_found() -> None:
+    tokens = ["<a", "<a>", "<a>>b", "<a>>c", "x.*", "x"]
+    pattern = ControlTokens(tokens).pattern
+    assert pattern.findall("<a <a> <a>>b <a>>d x.* x..") == ["<a", "<a>", "<a>>b", "<a>", "x.*", "x"]
 
 
 def test_no_control_tokens_at_all() -> None:

@@ -120,7 +120,8 @@ ORDINARY: list[tuple[str, str]] = [
     ("{{ 'a-b'|replace('-', '+') }} {{ 'a-b-c'.replace('-', '', 1) }}", "a+b ab-c"),
     ("{{ 'a\nb'|indent(2) }}|{{ 'x'|center(3) }}|{{ 'x'.ljust(3) }}|", "a\n  b| x |x  |"),
     (
-        "{% for a in range(5) %}{% if a == 1 %}{% continue %}{% elif a == 3 %}{% break %}{% endif %}{{ a }}{% endfor %}",
+        "{% for a in range(5) %}{% if a == 1 %}{% continue %}{% elif a == 3 %}{% break %}{% endif %}"
+        "{{ a }}{% endfor %}",
         "02",
     ),
     ("{% for a in [] %}x{% else %}none{% endfor %}", "none"),
