@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from aiohttp import web
 
@@ -25,8 +25,6 @@ from kvd.config import Config
 from kvd.config_check import is_inline_template
 from kvd.config_load import LoadedConfig
 from kvd.core import EngineInfo
-from kvd.engine.build import build_engine
-from kvd.engine.engine import Engine
 from kvd.errors import ConfigError, StartupError, UnsupportedModel
 from kvd.log import EventSink, Logging, get_logger, setup
 from kvd.model.files import ModelFiles
@@ -34,13 +32,16 @@ from kvd.model.loading import read_spec, resolve_model
 from kvd.model.progress import TerminalProgress
 from kvd.model.spec import ModelSpec
 from kvd.observe.event_log import EventLog
-from kvd.server.app import build_app
-from kvd.server.lifecycle import RunningServer, create_runner
-from kvd.server.settings import SamplingDefaults, ServerSettings
-from kvd.text.text_model import TextModel
 from kvd.tools.banner import budget_lines, client_lines
 from kvd.tools.listen import base_url, close_all, open_sockets
 from kvd.tools.waiting_room import WaitingRoom
+
+# What takes seconds to import (torch above all) is imported where it is needed, so that a port in use or a model
+# that does not exist is said at once.
+if TYPE_CHECKING:
+    from kvd.engine.engine import Engine
+    from kvd.server.settings import ServerSettings
+    from kvd.text.text_model import TextModel
 
 SWITCH_INTERVAL_SECONDS = 0.0002
 """How long a thread that comes back from C may wait for the interpreter; a decode step is shorter than the
@@ -65,15 +66,20 @@ def run(loaded: LoadedConfig) -> int:
             if gpu:
                 log.warning(f"this version of kvd computes on the CPU; {gpu} stays unused")
             engine, text, settings = load(config)
-        port = sockets[0].getsockname()[1]
-        url = base_url(config.host, port)
-        lines = client_lines(
-            url, engine.info, needs_key=bool(config.api_key), key_origin=loaded.origins.get("api_key", "")
-        )
-        for line in (*budget_lines(engine.info), *lines):
+            from kvd.server.app import build_app
+
+            app = build_app(engine, text, config=settings, event_log=events)
+            service = _Service(
+                config,
+                engine,
+                app,
+                sockets,
+                logging,
+                key_origin=loaded.origins.get("api_key", ""),
+                shows_dashboard=shows_dashboard,
+            )
+        for line in budget_lines(engine.info):
             print(line, file=sys.stderr)
-        app = build_app(engine, text, config=settings, event_log=events)
-        service = _Service(config, engine, app, sockets, url, logging, shows_dashboard=shows_dashboard)
         return asyncio.run(service.run())
     finally:
         close_all(sockets)
@@ -92,15 +98,19 @@ def wants_dashboard(config: Config) -> bool:
 
 def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
     """Resolve, read and pack the model. Raises StartupError and its children."""
-    import torch
-
-    if config.cpu_threads is not None:
-        torch.set_num_threads(config.cpu_threads)
     home = config.home_path
     progress = TerminalProgress()
     files = resolve_model(config.model, home=home, revision=config.revision, progress=progress)
     spec = read_spec(files)
     _check_quantization(config, spec)
+
+    import torch
+
+    from kvd.engine.build import build_engine
+    from kvd.text.text_model import TextModel
+
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
     text = TextModel(
         files.tokenizer_json,
         chat_template=_chat_template(config, files),
@@ -123,6 +133,8 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
 
 def server_settings(config: Config, info: EngineInfo, files: ModelFiles) -> ServerSettings:
     """What the server is told; sampling defaults are the checkpoint's."""
+    from kvd.server.settings import SamplingDefaults, ServerSettings
+
     known = {
         name: files.default_sampling[name] for name in SamplingDefaults.__slots__ if name in files.default_sampling
     }
@@ -216,17 +228,22 @@ class _Service:
         engine: Engine,
         app: web.Application,
         sockets: list[socket.socket],
-        url: str,
         logging: Logging,
         *,
+        key_origin: str,
         shows_dashboard: bool,
     ) -> None:
+        from kvd.server.lifecycle import RunningServer, create_runner
+
         self._config = config
         self._engine = engine
-        self._app = app
         self._sockets = sockets
-        self._url = url
+        port = sockets[0].getsockname()[1]
+        self._url = base_url(config.host, port)
+        self._runner = create_runner(app)
+        self._server = RunningServer(app, self._runner, config.host, port)
         self._logging = logging
+        self._key_origin = key_origin
         self._shows_dashboard = shows_dashboard
         self._num_signals = 0
 
@@ -238,20 +255,24 @@ class _Service:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         await self._engine.start()
-        runner = create_runner(self._app)
-        await runner.setup()
-        server = RunningServer(self._app, runner, self._config.host, self._sockets[0].getsockname()[1])
+        await self._runner.setup()
         try:
             for listening in self._sockets:
-                await web.SockSite(runner, listening).start()
+                await web.SockSite(self._runner, listening).start()
+            self._announce()
             if self._shows_dashboard:
                 await self._run_dashboard()
             await self._stopping.wait()
-            server.begin_drain()
+            self._server.begin_drain()
             await self._drain()
         finally:
-            await server.close()
+            await self._server.close()
         return 0
+
+    def _announce(self) -> None:
+        needs_key = bool(self._config.api_key)
+        for line in client_lines(self._url, self._engine.info, needs_key=needs_key, key_origin=self._key_origin):
+            print(line, file=sys.stderr)
 
     def _on_signal(self) -> None:
         self._num_signals += 1
@@ -264,13 +285,9 @@ class _Service:
 
     async def _drain(self) -> None:
         """Let running requests finish for at most `drain_timeout`, or until a second signal."""
-        snapshot = await self._engine.snapshot()
-        count = snapshot.num_running + snapshot.num_waiting
-        if count:
-            log.info(
-                f"stopping: {count} requests get up to {self._config.drain_timeout:g} s; a second signal ends them"
-            )
-        draining = asyncio.create_task(self._engine.stop(self._config.drain_timeout))
+        seconds = self._config.drain_timeout
+        log.info(f"stopping: running requests get up to {seconds:g} s to finish; a second signal ends them")
+        draining = asyncio.create_task(self._engine.stop(seconds))
         forced = asyncio.create_task(self._forced.wait())
         await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
