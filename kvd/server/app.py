@@ -49,7 +49,7 @@ def build_app(
     for method, path, handler in ROUTES:
         for prefix in ("", "/v1"):
             app.router.add_route(method, prefix + path, handler, expect_handler=_answer_expectation)
-            if method == "GET":
+            if method == "GET" and handler is not control.events:  # an endless answer has no length to tell
                 app.router.add_route("HEAD", prefix + path, handler)
     app.on_response_prepare.append(add_common_headers)
     app.on_shutdown.append(_end_event_streams)

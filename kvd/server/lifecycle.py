@@ -46,6 +46,11 @@ class _Protocol(web.RequestHandler):
         response.force_close()
         return response
 
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """A broken body was answered with a 400; that its connection then ends is no fault of ours."""
+        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kw)
+
 
 class _Server(web.Server):
     def __init__(self, base: web.Server, **options: Any) -> None:

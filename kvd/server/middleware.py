@@ -23,6 +23,7 @@ logger = logging.getLogger("kvd.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_LEFT = 499
+_BODY_STATUSES = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/metrics", "/v1/metrics"})
 _IS_ORIGIN_ALLOWED = web.RequestKey("is_origin_allowed", bool)
 
@@ -54,9 +55,9 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
                 request[CLIENT] = name
         return await handler(request)
     except RequestError as error:
-        return error_response(error)
+        return _refuse(request, error)
     except web.HTTPRequestEntityTooLarge:
-        return error_response(request_too_large(state.settings.max_body_bytes))
+        return _refuse(request, request_too_large(state.settings.max_body_bytes))
     except web.HTTPException as error:
         return translate_http_exception(error, method=request.method, path=request.rel_url.raw_path)
     except ConnectionError:
@@ -64,6 +65,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:
         logger.exception("request %s failed", request[REQUEST_ID])
         return error_response(EngineFailure(f"request {request[REQUEST_ID]} failed; the server's log says why"))
+
+
+def _refuse(request: web.Request, error: RequestError) -> web.Response:
+    """The error as an answer; a connection whose body was not understood to its end cannot carry another request."""
+    response = error_response(error)
+    if error.status in _BODY_STATUSES or request.content.exception() is not None:
+        response.force_close()
+    return response
 
 
 def _check_access(request: web.Request, state: ServerState) -> None:

@@ -33,6 +33,8 @@ async def read_request(request: web.Request, state: ServerState, model: type[T])
             body = await request.read()
     except TimeoutError:
         raise RequestError("the request body did not arrive in time", status=408) from None
+    except web.RequestPayloadError:
+        raise RequestError("the request body is broken: its chunks or its compression are not valid") from None
     if len(body) <= INLINE_BODY_BYTES:
         return decode_body(body, model)
     return await asyncio.to_thread(decode_body, body, model)

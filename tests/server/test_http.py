@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
 from typing import Any
@@ -67,6 +68,20 @@ async def test_more_than_a_mebibyte_is_fine(harness: Harness) -> None:
     body = json.dumps({"messages": USER, "metadata": "x" * 3_000_000}).encode()
     async with harness.session.post(harness.url + CHAT, data=io.BytesIO(body)) as response:
         assert response.status == 200
+
+
+async def test_compressed_bodies(start_server: StartServer) -> None:
+    harness = await start_server(max_body_bytes=10_000)
+    body = json.dumps({"messages": USER}).encode()
+    for data, status in ((gzip.compress(body), 200), (body, 400), (gzip.compress(b" " * 10_001), 413)):
+        assert (await harness.post(CHAT, data, headers={"Content-Encoding": "gzip"}))[0] == status
+
+
+async def test_deep_nesting_in_what_a_template_reads(harness: Harness) -> None:
+    for depth in (100, 400, 800, 950):
+        nested = b"[" * depth + b"]" * depth
+        body = b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": %s}}' % nested
+        assert (await harness.post(CHAT, body))[0] in (200, 400)
 
 
 async def test_crash_is_a_500_with_the_request_id(harness: Harness, log_lines: Any) -> None:

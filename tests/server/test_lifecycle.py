@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import aiohttp
 import pytest
 
 from kvd.errors import StartupError
@@ -12,7 +13,7 @@ from kvd.server.app import build_app
 from kvd.server.lifecycle import serve
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
-from tests.server.conftest import USER, Harness
+from tests.server.conftest import USER, Harness, StartServer
 from tests.server.fakes import FakeEngine, parse_events
 
 CHAT = "/v1/chat/completions"
@@ -74,10 +75,13 @@ async def test_what_the_end_of_the_drain_cancels_is_a_503(harness: Harness) -> N
     assert (status, answer["error"]["code"]) == (503, "server_is_overloaded")
 
 
-async def test_close_ends_what_still_runs(harness: Harness) -> None:
+async def test_close_ends_what_still_runs(start_server: StartServer) -> None:
+    harness = await start_server(keepalive_seconds=0.01)
     harness.engine.permits = asyncio.Semaphore(0)
-    async with harness.session.post(harness.url + "/v1/completions", json={"prompt": "a", "stream": True}) as response:
-        pass_through = asyncio.create_task(response.read())
+    body = {"prompt": "a", "stream": True}
+    async with harness.session.post(harness.url + "/v1/completions", json=body) as response:
+        rest = asyncio.create_task(response.read())
         await harness.server.close()
-        with pytest.raises(Exception):  # noqa: B017, PT011
-            await pass_through
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await rest
+    assert len(harness.engine.aborted) == 1
