@@ -50,7 +50,6 @@ SMALL_FILES = (
 COMPLETE = ".complete"
 MAX_ATTEMPTS = 5  # without a new byte
 TRANSIENT_STATUSES = (429, 500, 502, 503, 504)
-CHUNK_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -249,7 +248,8 @@ def _append(repo_id: str, commit: str, file: _RemoteFile, part: Path, task: Task
             task.advance(-have)
             have = 0
         with part.open("ab" if have else "wb") as target:
-            for chunk in response.iter_bytes(CHUNK_BYTES):
+            # As they arrive: whatever is still collected into larger chunks is lost when the connection breaks.
+            for chunk in response.iter_bytes():
                 target.write(chunk)
                 task.advance(len(chunk))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvd.model.files import ModelFiles
 from kvd.model.loading import load_weights, read_spec, resolve_model
@@ -13,6 +14,15 @@ from kvd.model.progress import QuietProgress
 from kvd.model.weights import ModelWeights
 
 Load = Callable[..., tuple[ModelFiles, ModelWeights]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors spend their time waiting for threads to meet, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -329,8 +329,8 @@ def test_the_default_model_reads_as_its_authors_meant_it(default_model_files: Mo
     from kvd.model.progress import QuietProgress
 
     tokenizer = Tokenizer.from_file(str(default_model_files.tokenizer_json))
-    assert tokenizer.encode("<|im_start|>system\nYou are a helpful AI assistant named").ids == [
-        1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511,
+    assert tokenizer.encode("<|im_start|>system\nYou are a helpful AI assistant named SmolLM").ids == [
+        1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519,
     ]  # fmt: skip
     assert tokenizer.encode("a 12").tokens == ["a", "Ġ", "1", "2"]
     assert default_model_files.eos_token_ids == (2,)
@@ -343,7 +343,7 @@ def test_the_default_model_reads_as_its_authors_meant_it(default_model_files: Mo
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     token_ids = torch.tensor(tokenizer.encode(text).ids[:256])
     loss = plain_forward_loss(weights, token_ids)
-    assert loss.exp() < 15, f"perplexity {loss.exp():.1f}"
+    assert loss.exp() < 25, f"perplexity {loss.exp():.1f}"
 
 
 def plain_forward_loss(weights: Any, token_ids: torch.Tensor) -> torch.Tensor:
