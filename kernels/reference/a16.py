@@ -23,6 +23,7 @@ class ReferenceOps16(ReferenceBase):
     arithmetic = "a16"
 
     def __init__(self, activation_dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
         assert activation_dtype in (torch.float16, torch.bfloat16)
         self.activation_dtype = activation_dtype
         self.arithmetic_id = f"a16-{'fp16' if activation_dtype is torch.float16 else 'bf16'}-1"
@@ -54,4 +55,4 @@ class ReferenceOps16(ReferenceBase):
         out: torch.Tensor,
         block_mass: torch.Tensor | None = None,
     ) -> None:
-        attend_dense(batch, q, rope, cache, spec, out, block_mass)
+        attend_dense(batch, q, rope, self.views.of(cache, spec), spec, out, block_mass)

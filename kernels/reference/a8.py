@@ -11,7 +11,6 @@ import torch
 from kvd_kernels.ops import AttentionSpec, Batch, KVCache, RopeTable
 from kvd_kernels.reference import attention, linear
 from kvd_kernels.reference.base import ReferenceBase
-from kvd_kernels.reference.kv_blocks import layer_of
 from kvd_kernels.reference.splits import refuse_unsupported
 from kvd_kernels.weights import Linear
 
@@ -49,9 +48,7 @@ class ReferenceOps(ReferenceBase):
         spec: AttentionSpec,
         q_out: torch.Tensor,
     ) -> None:
-        layer = layer_of(cache, spec)
-        refuse_unsupported(layer.format.k_type)
-        refuse_unsupported(layer.format.v_type)
+        refuse_unsupported(self.views.of(cache, spec).format)
         super().rope_and_write(batch, qkv, rope, cache, spec, q_out)
 
     def attend(
@@ -64,4 +61,6 @@ class ReferenceOps(ReferenceBase):
         out: torch.Tensor,
         block_mass: torch.Tensor | None = None,
     ) -> None:
-        attention.attend(batch, q, rope, cache, spec, out, block_mass)
+        layer = self.views.of(cache, spec)
+        refuse_unsupported(layer.format)
+        attention.attend(batch, q, rope, layer, spec, out, block_mass)

@@ -13,11 +13,12 @@ import itertools
 import torch
 
 from kvd_kernels.kv_format import BLOCK_TOKENS
-from kvd_kernels.ops import AttentionSpec, Batch, KVCache, RopeTable
+from kvd_kernels.ops import AttentionSpec, Batch, RopeTable
 from kvd_kernels.reference.elementary import TILE_ELEMENTS, exp_nonpositive, tree_sum
-from kvd_kernels.reference.kv_blocks import layer_of
+from kvd_kernels.reference.kv_blocks import LayerBlocks
 from kvd_kernels.reference.quantize import exact_bits
 from kvd_kernels.reference.splits import (
+    LOWEST,
     SPLIT_ENTRIES,
     SPLIT_SLOTS,
     WEIGHT_LEVELS,
@@ -28,7 +29,6 @@ from kvd_kernels.reference.splits import (
     merge,
     prepare_queries,
     read_split,
-    refuse_unsupported,
 )
 
 _NARROW_ENTRIES = 4  # the last split of a short table is padded to a power of two from here on
@@ -43,24 +43,25 @@ class _Attention:
         batch: Batch,
         q: torch.Tensor,
         rope: RopeTable,
-        cache: KVCache,
+        layer: LayerBlocks,
         spec: AttentionSpec,
         out: torch.Tensor,
         block_mass: torch.Tensor | None,
     ) -> None:
-        self.layer = layer_of(cache, spec)
-        refuse_unsupported(self.layer.format.k_type)
-        refuse_unsupported(self.layer.format.v_type)
+        self.layer = layer
         self.spec = spec
         self.rope = rope
         self.tables = batch.groups[spec.group.group_id]
         self.num_slots: list[int] = self.tables.num_slots[: batch.num_seqs].tolist()
         self.q = q[: batch.num_tokens].view(batch.num_tokens, spec.num_heads, spec.head_dim)
         self.out = out[: batch.num_tokens].view(batch.num_tokens, spec.num_heads, spec.head_dim)
-        self.positions = batch.positions[: batch.num_tokens].long()
+        self.positions = batch.positions[: batch.num_tokens]
         self.block_mass = block_mass
-        is_int8 = self.layer.format.v_type == "int8"
+        is_int8 = layer.v_scales is not None
         self.v_levels = WEIGHT_LEVELS if is_int8 else float((1 << exact_bits(SPLIT_SLOTS)[0]) - 1)
+
+    def num_splits(self, sequence: int) -> int:
+        return -(-self.num_slots[sequence] // SPLIT_SLOTS)
 
     def width(self, sequence: int, split: int) -> int:
         """Table entries to decode for a split: a power of two that covers the slots in use."""
@@ -68,141 +69,148 @@ class _Attention:
         needed = max(_NARROW_ENTRIES, -(-used // BLOCK_TOKENS))
         return 1 << (needed - 1).bit_length()
 
-    def read(self, sequences: list[int], splits: list[int], num_entries: int) -> Split:
+    def read(self, pairs: list[tuple[int, int]], num_entries: int) -> Split:
         """Decode one split for each pair (sequence, split index), `num_entries` table entries wide."""
-        rows = torch.tensor(sequences)[:, None]
-        columns = torch.tensor(splits)[:, None] * SPLIT_ENTRIES + torch.arange(num_entries)
+        index = torch.tensor(pairs)
+        rows = index[:, :1]
+        columns = index[:, 1:] * SPLIT_ENTRIES + torch.arange(num_entries)
         columns.clamp_(max=self.tables.block_tables.shape[1] - 1)
-        used = torch.tensor([self.num_slots[s] - j * SPLIT_SLOTS for s, j in zip(sequences, splits, strict=True)])
+        used = torch.tensor([self.num_slots[s] - j * SPLIT_SLOTS for s, j in pairs])
         return read_split(
             self.layer,
             self.spec,
             self.rope,
-            self.tables.block_tables[rows, columns].long(),
-            self.tables.first_positions[rows, columns].long(),
+            self.tables.block_tables[rows, columns],
+            self.tables.first_positions[rows, columns],
             used,
         )
 
     def queries(self, tokens: torch.Tensor) -> Queries:
         """Queries of tokens int64 [B, T]."""
         half = self.rope.cos.shape[1]
-        return prepare_queries(self.q[tokens], self.positions[tokens], self.layer, self.spec, half)
-
-    def empty_state(self, num_seqs: int, num_rows: int) -> Partial:
-        shape = (num_seqs, self.spec.num_kv_heads, num_rows)
-        return Partial(torch.full(shape, -torch.inf), torch.zeros(shape), torch.zeros(*shape, self.spec.head_dim))
+        return prepare_queries(self.q[tokens], self.positions[tokens], self.layer.format, self.spec, half)
 
     def finish(self, tokens: torch.Tensor, state: Partial) -> None:
         """Divide and store the rows of tokens int64 [B, T]."""
         num_seqs, num_tokens = tokens.shape
-        nothing = state.total == 0
-        values = state.out / torch.where(nothing, 1.0, state.total).unsqueeze(-1)
+        divisor = torch.where(state.total == 0, 1.0, state.total)
+        values = (state.out / divisor.unsqueeze(3)).add_(0.0)
         values = values.view(num_seqs, self.spec.num_kv_heads, num_tokens, -1, self.spec.head_dim)
         self.out[tokens] = values.transpose(1, 2).flatten(2, 3)
 
-    def add_mass(self, sequence: int, split: int, e: torch.Tensor, peak: torch.Tensor, state: Partial) -> None:
-        """Add the softmax weights of one split, e [KVH, R, W], peak [KVH, R], to its table entries."""
+    def add_mass(self, pair: tuple[int, int], e: torch.Tensor, peak: torch.Tensor, state: Partial) -> None:
+        """Add the softmax weights of one split, e [KVH, R, W] with its peak [KVH, R], to its table entries."""
         assert self.block_mass is not None
-        final = torch.where(state.peak == -torch.inf, 0.0, state.peak)
-        factor = exp_nonpositive(peak - final) / torch.where(state.total == 0, 1.0, state.total)
-        weights = e * factor.unsqueeze(-1)
-        weights = weights.view(*factor.shape, -1, BLOCK_TOKENS)
-        per_entry = tree_sum(tree_sum(weights).flatten(0, 1).t())
+        factor = exp_nonpositive(peak - state.peak.clamp(min=LOWEST))
+        factor /= torch.where(state.total == 0, 1.0, state.total)
+        per_entry = tree_sum((e * factor.unsqueeze(2)).view(*factor.shape, -1, BLOCK_TOKENS))
+        sequence, split = pair
         start = split * SPLIT_ENTRIES
-        target = self.block_mass[sequence, start : start + per_entry.shape[0]]
-        target += per_entry[: target.shape[0]]
+        target = self.block_mass[sequence, start : start + per_entry.shape[2]]
+        target += tree_sum(per_entry.flatten(0, 1).t())[: target.shape[0]]
 
     def decode(self, sequences: list[int], tokens: list[int]) -> None:
         """Sequences with one query each. Their splits are independent, so all of one width go together."""
-        token_index = torch.tensor(tokens)[:, None]
+        # Longest first: those that have a j-th split are then the first ones of the list.
+        order = sorted(range(len(sequences)), key=lambda i: -self.num_splits(sequences[i]))
+        sequences = [sequences[i] for i in order]
+        token_index = torch.tensor([tokens[i] for i in order]).unsqueeze(1)
         queries = self.queries(token_index)
-        num_rows = self.spec.num_heads // self.spec.num_kv_heads
         by_width: dict[int, list[tuple[int, int]]] = {}
         for i, sequence in enumerate(sequences):
-            for j in range(-(-self.num_slots[sequence] // SPLIT_SLOTS)):
+            for j in range(self.num_splits(sequence)):
                 by_width.setdefault(self.width(sequence, j), []).append((i, j))
-        found: dict[int, list[tuple[int, Partial, torch.Tensor]]] = {}
+        done: list[tuple[int, int]] = []
+        partials: list[Partial] = []
+        weights: list[torch.Tensor] = []
         for num_entries, pairs in by_width.items():
             for start in range(0, len(pairs), _PAIRS_AT_ONCE):
                 some = pairs[start : start + _PAIRS_AT_ONCE]
-                split = self.read([sequences[i] for i, _ in some], [j for _, j in some], num_entries)
-                chosen = queries.select(torch.tensor([i for i, _ in some]))
-                result = attend_split(chosen, split, self.spec, self.v_levels)
-                if result is None:
-                    continue
-                partial, e = result
-                for row, (i, j) in enumerate(some):
-                    one = Partial(partial.peak[row], partial.total[row], partial.out[row])
-                    found.setdefault(j, []).append((i, one, e[row]))
-        state = self.empty_state(len(sequences), num_rows)
-        for j in sorted(found):
-            rows = torch.tensor([i for i, _, _ in found[j]])
-            new = Partial(
-                torch.stack([one.peak for _, one, _ in found[j]]),
-                torch.stack([one.total for _, one, _ in found[j]]),
-                torch.stack([one.out for _, one, _ in found[j]]),
-            )
-            merged = merge(Partial(state.peak[rows], state.total[rows], state.out[rows]), new)
-            state.peak[rows], state.total[rows], state.out[rows] = merged.peak, merged.total, merged.out
+                split = self.read([(sequences[i], j) for i, j in some], num_entries)
+                partial, e = attend_split(
+                    queries.select(torch.tensor([i for i, _ in some])), split, self.spec, self.v_levels
+                )
+                done += some
+                partials.append(partial)
+                if self.block_mass is not None:
+                    weights += e.unbind()
+        flat = _concatenate(partials, dim=0)
+        row_of = {pair: row for row, pair in enumerate(done)}
+        state = flat.select(torch.tensor([row_of[i, 0] for i in range(len(sequences))]))
+        for j in range(1, self.num_splits(sequences[0])):
+            rows = [row_of[i, j] for i in range(len(sequences)) if (i, j) in row_of]
+            merged = merge(state.select(slice(len(rows))), flat.select(torch.tensor(rows)))
+            state.peak[: len(rows)], state.total[: len(rows)] = merged.peak, merged.total
+            state.out[: len(rows)] = merged.out
         self.finish(token_index, state)
-        if self.block_mass is not None:
-            for j in sorted(found):
-                for i, one, e in found[j]:
-                    final = Partial(state.peak[i], state.total[i], state.out[i])
-                    self.add_mass(sequences[i], j, e, one.peak, final)
+        for (i, j), e, peak in zip(done, weights, flat.peak, strict=False):
+            self.add_mass((sequences[i], j), e, peak, state.select(i))
 
     def prefill(self, sequence: int, first_token: int, num_tokens: int) -> None:
         """One sequence with several queries: every split is decoded once and met by tiles of queries."""
-        token_index = torch.arange(first_token, first_token + num_tokens)[None]
+        token_index = torch.arange(first_token, first_token + num_tokens).unsqueeze(0)
         queries = self.queries(token_index)
         heads_per_group = self.spec.num_heads // self.spec.num_kv_heads
-        tile = max(1, TILE_ELEMENTS // (self.spec.num_heads * SPLIT_SLOTS)) * heads_per_group
-        num_rows = num_tokens * heads_per_group
-        tiles = [slice(start, min(start + tile, num_rows)) for start in range(0, num_rows, tile)]
-        states = [self.empty_state(1, rows.stop - rows.start) for rows in tiles]
-        tiled_queries = [queries.rows(rows) for rows in tiles]
+        tile_tokens = max(1, TILE_ELEMENTS // (self.spec.num_heads * SPLIT_SLOTS))
+        tiles = []
+        states: list[Partial | None] = []
+        for start in range(0, num_tokens, tile_tokens):
+            stop = min(start + tile_tokens, num_tokens)
+            bounds = self.positions[first_token + start : first_token + stop].aminmax()
+            rows = slice(start * heads_per_group, stop * heads_per_group)
+            tiles.append((queries.rows(rows), int(bounds.min), int(bounds.max)))
+            states.append(None)
         kept: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
-        for j in range(-(-self.num_slots[sequence] // SPLIT_SLOTS)):
-            split = self.read([sequence], [j], self.width(sequence, j))
-            for index, some in enumerate(tiled_queries):
-                result = attend_split(some, split, self.spec, self.v_levels)
-                if result is None:
-                    continue
-                partial, e = result
-                states[index] = merge(states[index], partial)
+        for j in range(self.num_splits(sequence)):
+            split = self.read([(sequence, j)], self.width(sequence, j))
+            bounds = split.positions.aminmax()
+            first_key, last_key = int(bounds.min), int(bounds.max)
+            for index, (some, first_query, last_query) in enumerate(tiles):
+                state = states[index]
+                is_behind = self.spec.group.window and last_key <= first_query - self.spec.group.window
+                if state is not None and (first_key > last_query or is_behind):
+                    continue  # no query of the tile sees a slot
+                partial, e = attend_split(some, split, self.spec, self.v_levels)
+                states[index] = partial if state is None else merge(state, partial)
                 if self.block_mass is not None:
                     kept.append((index, j, e[0], partial.peak[0]))
-        whole = Partial(
-            torch.cat([state.peak for state in states], dim=2),
-            torch.cat([state.total for state in states], dim=2),
-            torch.cat([state.out for state in states], dim=2),
-        )
-        self.finish(token_index, whole)
+        final = [state for state in states if state is not None]
+        self.finish(token_index, _concatenate(final, dim=2))
         for index, j, e, peak in kept:
-            state = states[index]
-            self.add_mass(sequence, j, e, peak, Partial(state.peak[0], state.total[0], state.out[0]))
+            self.add_mass((sequence, j), e, peak, final[index].select(0))
+
+
+def _concatenate(partials: list[Partial], dim: int) -> Partial:
+    if len(partials) == 1:
+        return partials[0]
+    return Partial(
+        torch.cat([partial.peak for partial in partials], dim),
+        torch.cat([partial.total for partial in partials], dim),
+        torch.cat([partial.out for partial in partials], dim),
+    )
 
 
 def attend(
     batch: Batch,
     q: torch.Tensor,
     rope: RopeTable,
-    cache: KVCache,
+    layer: LayerBlocks,
     spec: AttentionSpec,
     out: torch.Tensor,
     block_mass: torch.Tensor | None = None,
 ) -> None:
-    """Causal paged attention as the ops contract states it; see the module for the arithmetic."""
+    """Causal paged attention as the ops contract states it; see `splits` for the arithmetic."""
     if block_mass is not None:
         block_mass[: batch.num_seqs] = 0
-    if not batch.num_tokens:
-        return
-    work = _Attention(batch, q, rope, cache, spec, out, block_mass)
+    work = _Attention(batch, q, rope, layer, spec, out, block_mass)
     starts: list[int] = batch.query_starts[: batch.num_seqs + 1].tolist()
-    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
-    decoding = [s for s, length in enumerate(lengths) if length == 1]
+    decoding: list[int] = []
+    for sequence, (start, stop) in enumerate(itertools.pairwise(starts)):
+        if not work.num_slots[sequence]:
+            out[start:stop] = 0
+        elif stop - start == 1:
+            decoding.append(sequence)
+        elif stop > start:
+            work.prefill(sequence, start, stop - start)
     if decoding:
-        work.decode(decoding, [starts[s] for s in decoding])
-    for sequence, length in enumerate(lengths):
-        if length > 1:
-            work.prefill(sequence, starts[sequence], length)
+        work.decode(decoding, [starts[sequence] for sequence in decoding])

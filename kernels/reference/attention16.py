@@ -9,36 +9,34 @@ from __future__ import annotations
 import torch
 
 from kvd_kernels.kv_format import BLOCK_TOKENS
-from kvd_kernels.ops import AttentionSpec, Batch, KVCache, RopeTable
+from kvd_kernels.ops import AttentionSpec, Batch, RopeTable
 from kvd_kernels.reference.elementary import hadamard
-from kvd_kernels.reference.kv_blocks import LayerBlocks, layer_of, read_blocks, read_scales, to_float
+from kvd_kernels.reference.kv_blocks import LayerBlocks, read_blocks, read_scales, to_float
 from kvd_kernels.reference.rope import bias_coefficients, position_rows
 
 
-def _decode(layer: LayerBlocks, entries: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks int64 [E] → K, V float32 [KVH, E · 16, head_dim]."""
-    width = entries.shape[0] * BLOCK_TOKENS
-    k_elements, v_elements = read_blocks(layer, entries)
-    k = to_float(k_elements, layer.format.k_type).reshape(-1, head_dim, width).transpose(1, 2)
-    v = to_float(v_elements, layer.format.v_type).reshape(-1, width, head_dim)
+def _decode(layer: LayerBlocks, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks int32 [E] → K, V float32 [KVH, E · 16, head_dim]."""
+    table = entries.unsqueeze(0)
+    k_elements, v_elements = read_blocks(layer, table)
+    k, v = to_float(k_elements, layer.format.k_type), to_float(v_elements, layer.format.v_type)
     if layer.k_scales is not None:
-        k = k * read_scales(layer.k_scales, entries).unsqueeze(-1)
+        k = k * read_scales(layer.k_scales, table).unsqueeze(-1)
     if layer.v_scales is not None:
-        v = v * read_scales(layer.v_scales, entries).unsqueeze(-1)
-    return k, v
+        v = v * read_scales(layer.v_scales, table).unsqueeze(-1)
+    return k[0], v[0]
 
 
 def attend_dense(
     batch: Batch,
     q: torch.Tensor,
     rope: RopeTable,
-    cache: KVCache,
+    layer: LayerBlocks,
     spec: AttentionSpec,
     out: torch.Tensor,
     block_mass: torch.Tensor | None = None,
 ) -> None:
     """Causal paged attention as the ops contract states it, for 16-bit q and out."""
-    layer = layer_of(cache, spec)
     tables = batch.groups[spec.group.group_id]
     starts: list[int] = batch.query_starts[: batch.num_seqs + 1].tolist()
     if block_mass is not None:
@@ -52,7 +50,7 @@ def attend_dense(
             out[tokens] = 0
             continue
         num_entries = -(-num_slots // BLOCK_TOKENS)
-        k, v = _decode(layer, tables.block_tables[s, :num_entries].long(), spec.head_dim)
+        k, v = _decode(layer, tables.block_tables[s, :num_entries])
         k, v = k[:, :num_slots], v[:, :num_slots]
         first = tables.first_positions[s, :num_entries].long()
         key_positions = (first[:, None] + torch.arange(BLOCK_TOKENS)).flatten()[:num_slots]

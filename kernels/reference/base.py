@@ -16,6 +16,9 @@ class ReferenceBase(Ops):
 
     device = torch.device("cpu")
 
+    def __init__(self) -> None:
+        self.views = kv_blocks.LayerViews()
+
     def prepare_embedding(self, weight: WeightMatrix) -> WeightMatrix:
         return weight
 
@@ -46,7 +49,7 @@ class ReferenceBase(Ops):
         rotated = rotate(heads[:, :last_k_head], batch.positions[:n].long(), rope)
         q_out[:n] = rotated[:, : spec.num_heads].flatten(1).to(q_out.dtype)
         slots = batch.groups[spec.group.group_id].write_slots[:n]
-        layer = kv_blocks.layer_of(cache, spec)
+        layer = self.views.of(cache, spec)
         kv_blocks.write_tokens(layer, slots, rotated[:, spec.num_heads :], heads[:, last_k_head:])
 
     def gather(self, batch: Batch, x: torch.Tensor, out: torch.Tensor) -> None:

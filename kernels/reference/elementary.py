@@ -59,8 +59,8 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
         x, width = folded, half
     while width > 1:
         width //= 2
-        x = x[..., :width] + x[..., width:]
-    return x[..., 0]
+        x = torch.add(*x.chunk(2, -1))
+    return x.squeeze(-1)
 
 
 def exp_nonpositive(x: torch.Tensor) -> torch.Tensor:
@@ -105,13 +105,9 @@ def hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
     assert x.shape[-1] % size == 0
     blocked = x.reshape(-1, size)
     current = blocked.t().contiguous()  # channels first: every butterfly then runs over contiguous rows
-    stride = 1
-    while stride < size:
-        pairs = current.view(size // (2 * stride), 2, stride, -1)
-        combined = torch.empty_like(pairs)
-        torch.add(pairs[:, 0], pairs[:, 1], out=combined[:, 0])
-        torch.sub(pairs[:, 0], pairs[:, 1], out=combined[:, 1])
-        current = combined
-        stride *= 2
+    # In this form of the butterflies every stage reads neighbours and writes halves; the order comes out natural.
+    for _ in range(size.bit_length() - 1):
+        even, odd = current[0::2], current[1::2]
+        current = torch.cat((even + odd, even - odd))
     scale = 1.0 / math.sqrt(size)
-    return (current.view(size, -1) * scale).t().reshape(x.shape)
+    return (current * scale).t().reshape(x.shape)

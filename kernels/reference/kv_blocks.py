@@ -63,9 +63,21 @@ def open_layer(pool: torch.Tensor, group: GroupFormat, layer_index: int) -> Laye
     )
 
 
-def layer_of(cache: KVCache, spec: AttentionSpec) -> LayerBlocks:
-    """The layer that an attention spec speaks of."""
-    return open_layer(cache.pools[spec.group.group_id], spec.group, spec.layer_index)
+class LayerViews:
+    """The views of one cache, opened once per layer: an op asks for the same ones at every step."""
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[int, int], tuple[torch.Tensor, GroupFormat, LayerBlocks]] = {}
+
+    def of(self, cache: KVCache, spec: AttentionSpec) -> LayerBlocks:
+        """The layer that an attention spec speaks of."""
+        pool = cache.pools[spec.group.group_id]
+        key = (spec.group.group_id, spec.layer_index)
+        known = self._layers.get(key)
+        if known is None or known[0] is not pool or known[1] is not spec.group:
+            known = (pool, spec.group, open_layer(pool, spec.group, spec.layer_index))
+            self._layers[key] = known
+        return known[2]
 
 
 def encode(x: torch.Tensor, element: ElementType) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -95,27 +107,28 @@ def write_tokens(layer: LayerBlocks, slots: torch.Tensor, k: torch.Tensor, v: to
 def read_blocks(layer: LayerBlocks, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stored K and V of blocks in token order, without scales.
 
-    entries: int64 [..., E] block ids. Returns strided views of one gathered copy, of the stored element types:
-    K [..., kv_heads, head_dim / 4, 4, E, 16] and V [..., kv_heads, E, 4, 4, head_dim].
+    entries: integers [B, E] block ids. Returns K and V [B, kv_heads, E · 16, head_dim] of the stored types.
     """
+    num_tables, num_entries = entries.shape
     flat = entries.reshape(-1)
-    k = layer.k.index_select(0, flat).view(*entries.shape, *layer.k.shape[1:])
-    v = layer.v.index_select(0, flat).view(*entries.shape, *layer.v.shape[1:])
-    lead = tuple(range(entries.dim() - 1))
-    e = len(lead)
-    k = k.permute(*lead, e + 1, e + 2, e + 4, e, e + 3)
-    v = v.permute(*lead, e + 1, e, e + 2, e + 4, e + 3)
+    shape = (num_tables, -1, num_entries * BLOCK_TOKENS, layer.format.head_dim)
+    # Four channels of a token lie side by side: they move as one integer of their common width.
+    k_quads = layer.k.view(torch.int32 if layer.k.element_size() == 1 else torch.int64).squeeze(-1)
+    k = k_quads.index_select(0, flat).view(num_tables, num_entries, *k_quads.shape[1:])
+    k = k.permute(0, 2, 1, 4, 3).contiguous().view(layer.k.dtype).view(shape)
+    v = layer.v.index_select(0, flat).view(num_tables, num_entries, *layer.v.shape[1:])
+    v = v.permute(0, 2, 1, 3, 5, 4).reshape(shape)
     return k, v
 
 
 def read_scales(scales: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """float32 [..., kv_heads, E · 16] scales of the blocks `entries` int64 [..., E]."""
+    """float32 [B, kv_heads, E · 16] scales of the blocks `entries`, integers [B, E]."""
     picked = scales.index_select(0, entries.reshape(-1)).view(*entries.shape, *scales.shape[1:])
-    return picked.transpose(-3, -2).float().flatten(-2)
+    return picked.transpose(1, 2).flatten(2).float()
 
 
 def to_float(elements: torch.Tensor, element: ElementType) -> torch.Tensor:
-    """Stored elements other than int8 → float32, exactly."""
+    """Stored elements → float32, exactly; for int8 the codes without their scale."""
     return MINI_FLOATS[element].decode(elements) if element in MINI_FLOATS else elements.float()
 
 

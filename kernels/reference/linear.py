@@ -180,8 +180,8 @@ def _apply_integers(x: torch.Tensor, part: IntegerPart) -> torch.Tensor:
         if part.offsets is not None:
             terms += code_sums.t()[:, :, None] * part.offsets[:, None, :]
         terms *= scales.t()[:, :, None]
-        for group in range(num_groups):
-            result += terms[group]
+        for term in terms.unbind():
+            result += term
         return result
     term = torch.empty_like(result)
     offset_term = torch.empty_like(result)
