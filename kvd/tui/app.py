@@ -1,6 +1,6 @@
 """The dashboard: wires panels, poller and questions. Owner: the event loop, which it shares with the server.
 
-    Poller ──SnapshotArrived──► Dashboard ──View, Link──► every panel draws, repaints the lines that changed
+    Poller ──SnapshotArrived──► Dashboard ──View, Link──► panel after panel repaints the lines that changed
     key ──► Question ──answer──► Control (in process or over HTTP) ──► one line about what came of it
 
 Invariant: nothing in here can end the server. A source that fails shows as disconnected, an act that fails is a
@@ -41,6 +41,8 @@ Outcome = Literal["close", "stop"]
 """What the operator wants of the server when the dashboard ends: nothing, or that it stops."""
 
 NOTE_SECONDS = 4.0
+FRAME_SECONDS = 1 / 60
+"""Textual paints at most this often; what changed between two frames it paints in one go."""
 
 _Result = TypeVar("_Result")
 
@@ -87,7 +89,8 @@ class Dashboard(App[Outcome]):
         self._view: View | None = None
         self._problem = ""
         self._note_timer: Timer | None = None
-        self._source = source
+        self._fresh = asyncio.Event()
+        self.num_paints = 0
         self._poller = Poller(
             source, self.post_message, interval_seconds=interval_seconds, timeout_seconds=timeout_seconds
         )
@@ -109,12 +112,15 @@ class Dashboard(App[Outcome]):
         loop = asyncio.get_running_loop()
         factory = loop.get_task_factory()
         try:
-            return await super().run_async(**options) or "close"
+            outcome = await super().run_async(**options)
         except Exception:
             log.exception("the dashboard failed and was closed; the server keeps running")
             return "close"
         finally:
             loop.set_task_factory(factory)
+        if self.return_code:  # Textual has caught the exception and printed it
+            log.error("the dashboard failed and was closed; the server keeps running")
+        return outcome or "close"
 
     def save_picture(self, path: Path) -> None:
         """Write what is shown now as an SVG file."""
@@ -134,7 +140,8 @@ class Dashboard(App[Outcome]):
     def on_mount(self) -> None:
         self._requests.focus()
         self._show()
-        self.run_worker(self._poller.run(), name="poller", exit_on_error=True)
+        self.run_worker(self._paint(), name="painter")
+        self.run_worker(self._poller.run(), name="poller")
 
     def poll_now(self) -> None:
         """Read the source at once."""
@@ -143,19 +150,39 @@ class Dashboard(App[Outcome]):
     def on_snapshot_arrived(self, message: SnapshotArrived) -> None:
         self._problem = ""
         self._view = self._history.add(message.snapshot, has_details=message.has_details)
-        self._show()
+        self._fresh.set()
 
     def on_source_lost(self, message: SourceLost) -> None:
         self._problem = message.problem
-        self._show()
+        self._fresh.set()
+
+    async def _paint(self) -> None:
+        """Show what is new, one panel per frame: a whole screen at once would hold up the loop for too long."""
+        while True:
+            await self._fresh.wait()
+            self._fresh.clear()
+            view, link = self._view, self._link()
+            self._mark_lost()
+            for panel in self._panels:
+                if panel.show(view, link):
+                    await asyncio.sleep(FRAME_SECONDS)
+            self.num_paints += 1
 
     def _show(self) -> None:
-        link = Link(self._address, self._model, self._poller.interval_seconds, self._poller.is_paused, self._problem)
-        main = self.screen_stack[0]
-        if main.has_class("lost") != bool(self._problem):
-            main.set_class(bool(self._problem), "lost")
+        """Show everything at once, as an answer to a key."""
+        link = self._link()
+        self._mark_lost()
         for panel in self._panels:
             panel.show(self._view, link)
+
+    def _link(self) -> Link:
+        poller = self._poller
+        return Link(self._address, self._model, poller.interval_seconds, poller.is_paused, self._problem)
+
+    def _mark_lost(self) -> None:
+        main, is_lost = self.screen_stack[0], bool(self._problem)
+        if main.has_class("lost") != is_lost:
+            main.set_class(is_lost, "lost")
 
     # ------------------------------------------------------------------ keys
 
@@ -173,13 +200,16 @@ class Dashboard(App[Outcome]):
             question = Question("Leave", self._what_stopping_means(), answers, ctrl_c="stop")
             self.push_screen(question, self._leave)
 
-    def _what_stopping_means(self) -> str:
+    def _what_stopping_means(self) -> tuple[str, ...]:
         if self._view is None:
-            return f"kvd serves on {self._address}."
+            return (f"kvd serves on {self._address}.",)
         snapshot = self._view.snapshot
         count = snapshot.num_running + snapshot.num_waiting
         requests = "no request is" if count == 0 else "1 request is" if count == 1 else f"{count} requests are"
-        return f"kvd serves on {self._address}; {requests} being served. Stopping lets them finish first."
+        return (
+            f"kvd serves on {self._address}.",
+            f"{requests} being served; stopping lets them finish first.".capitalize(),
+        )
 
     def _leave(self, answer: str | None) -> None:
         if answer == "close":
@@ -202,25 +232,25 @@ class Dashboard(App[Outcome]):
 
     def action_reset_cache(self) -> None:
         cached = self._view.snapshot.num_blocks_cached if self._view is not None else 0
-        detail = f"{cached:,} cached blocks would be dropped. Prompts that begin alike are then computed again."
+        details = (f"{cached:,} cached blocks would be dropped.", "Prompts that begin alike are then computed again.")
         answers = (Answer("n", "keep the cache", ""), Answer("y", "drop every cached block", "reset"))
 
         def answered(answer: str | None) -> None:
             if answer == "reset":
                 self.run_worker(self._reset_cache(), name="reset")
 
-        self.push_screen(Question("Reset the prefix cache", detail, answers), answered)
+        self.push_screen(Question("Reset the prefix cache", details, answers), answered)
 
     def on_requests_panel_abort_requested(self, message: RequestsPanel.AbortRequested) -> None:
         row = message.row
-        detail = f"{row.request_id} of {row.client or 'an unnamed client'}: {row.state}, {row.num_output_tokens} tokens"
+        details = (row.request_id, f"{row.client or 'unnamed client'}: {row.state}, {row.num_output_tokens} tokens")
         answers = (Answer("n", "let it run", ""), Answer("y", "abort it", "abort"))
 
         def answered(answer: str | None) -> None:
             if answer == "abort":
                 self.run_worker(self._abort(row.request_id), name="abort")
 
-        self.push_screen(Question("Abort this request", detail, answers), answered)
+        self.push_screen(Question("Abort this request", details, answers), answered)
 
     # ------------------------------------------------------------------ acts
 

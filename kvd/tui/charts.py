@@ -54,9 +54,9 @@ def area(values: Sequence[float | None], width: int, height: int, top: float) ->
 
 
 def nice_top(values: Sequence[float | None]) -> float:
-    """The smallest round number that is not below the largest value; 1 where all are 0."""
+    """The smallest round number that is not below the largest value; 1 where all are (almost) 0."""
     largest = max((value for value in values if value is not None), default=0.0)
-    if largest <= 0:
+    if largest < 1e-9:
         return 1.0
     power = 10.0 ** math.floor(math.log10(largest))
     for factor in (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0):

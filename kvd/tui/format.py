@@ -7,7 +7,6 @@ name, say) can move the cursor or recolour the operator's terminal.
 from __future__ import annotations
 
 import math
-import unicodedata
 
 from rich.cells import cell_len, set_cell_size
 
@@ -99,9 +98,8 @@ def percent(part: float, whole: float) -> str:
 
 def clean(text: str) -> str:
     """The text with everything that is not a printable character replaced by `·`."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join("·" if unicodedata.category(char)[0] == "C" or not char.isprintable() else char for char in text)
+    # isprintable is false for controls, formats (bidirectional overrides), separators but the space, and unassigned.
+    return text if text.isprintable() else "".join(char if char.isprintable() else "·" for char in text)
 
 
 def fit(text: str, width: int) -> str:

@@ -19,8 +19,8 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("space", "pause and resume the figures; serving goes on"),
             ("+  -", "read faster or slower"),
             ("↑ ↓  j k", "move through the requests; also page up/down, g, G, mouse"),
-            ("x", "end the request under the cursor, after a question"),
-            ("r", "drop every cached block that no request uses, after a question"),
+            ("x", "end the request under the cursor; asks first"),
+            ("r", "drop the cached blocks that no request uses; asks first"),
             ("?  escape", "open and close this help"),
         ),
     ),
@@ -28,7 +28,7 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "KV blocks",
         (
             ("A █ active", "blocks that running requests read and write"),
-            ("C ▒ cached", "blocks kept for prompts that begin alike; given up when needed"),
+            ("C ▒ cached", "blocks kept for prompts that begin alike"),
             ("F · free", "blocks that hold nothing"),
         ),
     ),
@@ -37,7 +37,7 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("prefill", "prompt tokens computed per second; cached ones cost nothing"),
             ("decode", "tokens generated per second, all requests together"),
-            ("TTFT", "time to first token, from arrival; median and 95th percentile"),
+            ("TTFT", "time to first token; median and 95th percentile"),
             ("ITL", "time between the tokens of one request"),
             ("60s, all", "over the last minute; since start where that saw nothing"),
             ("step", "tokens of the latest forward pass, and how long it took"),
@@ -47,7 +47,7 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "Prefix cache",
         (
             ("hit rate", "prompt tokens found in the cache, of those looked up"),
-            ("evicted", "cached blocks given up to make room; at the right: +last minute"),
+            ("evicted", "cached blocks given up; at the right: in the last minute"),
             ("preempted", "requests put back because no block was free"),
             ("recomputed", "tokens computed a second time after that"),
         ),
@@ -77,8 +77,8 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="box") as box:
-            box.border_title = Content(" Help ")
-            box.border_subtitle = Content(" escape closes, ↑↓ scroll ")
+            box.border_title = Content("Help")
+            box.border_subtitle = Content("escape closes, ↑↓ scroll")
             yield Static(_text())
 
     def on_mount(self) -> None:

@@ -24,6 +24,7 @@ GOOD = "#7fdc8c"
 WARNING = "#ffc65c"
 ERROR = "#ff6f6f"
 CURSOR = "#1d2a3a"
+SELECTED = "#2b4057"
 
 THEME = Theme(
     name="kvd",
@@ -38,7 +39,7 @@ THEME = Theme(
     warning=WARNING,
     error=ERROR,
     dark=True,
-    variables={"kvd-border": BORDER, "kvd-muted": MUTED, "kvd-bright": BRIGHT},
+    variables={"kvd-border": BORDER, "kvd-muted": MUTED, "kvd-bright": BRIGHT, "kvd-cursor": SELECTED},
 )
 
 

@@ -86,28 +86,31 @@ class Panel(Widget):
         """The palette for line `y`."""
         return STYLES
 
-    def show(self, view: View | None, link: Link) -> None:
-        """Draw this view from now on."""
+    def show(self, view: View | None, link: Link) -> int:
+        """Draw this view from now on; returns how many lines changed."""
         self._view, self._link = view, link
-        self.redraw()
+        return self.redraw()
 
-    def redraw(self) -> None:
-        """Repaint the lines that have changed."""
+    def redraw(self) -> int:
+        """Repaint the lines that have changed; returns how many those are."""
         if self._link is None:
-            return
+            return 0
         width, height = self.size
         if width <= 0 or height <= 0:
-            return
+            return 0
         lines = self.draw(self._view, self._link, width, height)[:height]
         old = self._lines
         self._lines = lines
-        for y in range(max(len(lines), len(old))):
-            if y >= len(old) or y >= len(lines) or lines[y] != old[y]:
-                self.refresh(Region(0, y, width, 1))
+        changed = [
+            y for y in range(max(len(lines), len(old))) if y >= len(old) or y >= len(lines) or lines[y] != old[y]
+        ]
+        if changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
         titles = self.titles(self._view, self._link)
         if titles != self._titles:
             self._titles = titles
             self.border_title, self.border_subtitle = titles
+        return len(changed)
 
     def on_resize(self) -> None:
         self.redraw()

@@ -39,11 +39,11 @@ class Question(ModalScreen[str]):
         Binding("k", "cursor(-1)", show=False),
     ]
 
-    def __init__(self, title: str, detail: str, answers: tuple[Answer, ...], *, ctrl_c: str = "") -> None:
+    def __init__(self, title: str, details: tuple[str, ...], answers: tuple[Answer, ...], *, ctrl_c: str = "") -> None:
         """`ctrl_c` is what Ctrl-C answers: pressing it twice means what it means in every other program."""
         super().__init__()
         self._title = title
-        self._detail = detail
+        self._details = details
         self._answers = answers
         self._ctrl_c = ctrl_c
 
@@ -53,8 +53,8 @@ class Question(ModalScreen[str]):
             for answer in self._answers
         ]
         with Vertical(id="box") as box:
-            box.border_title = Content(f" {self._title} ")
-            yield Static(Content(clean(self._detail)), id="detail")
+            box.border_title = Content(self._title)
+            yield Static(Content("\n".join(map(clean, self._details))), id="detail")
             yield OptionList(*options, id="answers")
 
     def on_mount(self) -> None:

@@ -65,7 +65,7 @@ class RequestsPanel(Panel, can_focus=True):
     def _page(self) -> int:
         return max(1, self.size.height - _HEADING_LINES)
 
-    def show(self, view: View | None, link: Link) -> None:
+    def show(self, view: View | None, link: Link) -> int:
         rows = view.requests if view is not None else ()
         if self._cursor_id is not None:
             for index, row in enumerate(rows):
@@ -74,7 +74,7 @@ class RequestsPanel(Panel, can_focus=True):
                     break
         self._cursor = max(0, min(self._cursor, len(rows) - 1))
         self._cursor_id = rows[self._cursor].request_id if rows else None
-        super().show(view, link)
+        return super().show(view, link)
 
     def action_move(self, delta: int) -> None:
         rows = self.rows

@@ -1,7 +1,7 @@
 """What the panels show: a frozen `View` made of the latest snapshot and of the polls before it.
 
-Owner: the event loop; `History` is fed by the app alone, once per poll. Invariant: panels see only `View`s, so
-what is on the screen at one time is of one poll, and no figure spans a restart of the engine.
+Owner: the event loop; `History` is fed by the app alone, once per poll. Invariant: panels see only `View`s,
+every figure of a panel is of one poll, and no figure spans a restart of the engine.
 """
 
 from __future__ import annotations
