@@ -35,7 +35,7 @@ from kvd.tools.awq_writer import (
     to_float16,
     write_side_files,
 )
-from kvd.tools.recording import LINEARS_PER_BLOCK, RecordingOps
+from kvd.tools.wrapped_ops import LINEARS_PER_BLOCK, RecordingOps
 from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
 from kvd_kernels.weights import Linear, dequantize

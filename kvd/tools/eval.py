@@ -1,9 +1,10 @@
-"""`kvd eval`: how well a model predicts a text, and what its KV cache format costs.
+"""`kvd eval`: how well a model predicts a text, and what its arithmetic and its KV cache format cost.
 
-Purpose: perplexity under the format that is served, and its distance from a 16-bit cache: the gate that every
-default format must pass.
+Purpose: perplexity as served, and the distance from the model's exact weights with a 16-bit cache: of what is served,
+and of the cache format alone, which is the gate that every default format must pass.
 Owner thread: the caller's.
-Invariant: both formats see the same weights, the same arithmetic and the same chunks, so that only the cache differs.
+Invariant: all sides see the same weights and the same chunks. The cache format is judged with linears in float32:
+the noise of int8 activations is larger than what a good format costs, and would drown it.
 """
 
 from __future__ import annotations
@@ -16,37 +17,36 @@ from kvd.errors import ConfigError
 from kvd.model.loading import load_weights, read_spec, resolve_model
 from kvd.model.progress import Progress
 from kvd.tools import perplexity
+from kvd.tools.perplexity import Divergence
+from kvd.tools.wrapped_ops import FloatLinearOps
+from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
 
 REFERENCE_KV_DTYPE = "fp16"
 EVALUATED_KV_DTYPES = ("auto", "int8", "fp16", "bf16")
-
-# What every default format must keep to, at every context length.
 LARGEST_MEAN_KL = 0.002
 LARGEST_PERPLEXITY_CHANGE = 0.003
 
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """mean_kl, top1_agreement and perplexity_16bit are None when the cache that was measured is the 16-bit one."""
+    """`served`: arithmetic and cache as `kvd serve` uses them; `cache`: float32 linears with the judged cache format.
+
+    Both are compared with float32 linears and a 16-bit cache. `cache` is None when the judged format is that one.
+    """
 
     model: str
     text: str
     kv_cache_dtype: str
-    num_tokens: int
+    arithmetic: str
     window: int
-    perplexity: float
-    perplexity_16bit: float | None = None
-    mean_kl: float | None = None
-    top1_agreement: float | None = None
+    served: Divergence
+    cache: Divergence | None
 
     @property
     def passes_gate(self) -> bool | None:
         """Whether the cache format is close enough to 16 bits; None when there was nothing to compare."""
-        if self.mean_kl is None or self.perplexity_16bit is None:
-            return None
-        change = abs(self.perplexity / self.perplexity_16bit - 1)
-        return self.mean_kl <= LARGEST_MEAN_KL and change <= LARGEST_PERPLEXITY_CHANGE
+        return None if self.cache is None else is_close(self.cache)
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -55,17 +55,29 @@ class EvalReport:
     def lines(self) -> list[str]:
         """For people."""
         lines = [
-            f"{self.model}: perplexity {self.perplexity:.3f} over {self.num_tokens} tokens of {self.text}, "
-            f"contexts up to {self.window} tokens, {self.kv_cache_dtype} KV cache"
+            f"{self.model}: perplexity {self.served.perplexity:.3f} as served ({self.arithmetic} arithmetic, "
+            f"{self.kv_cache_dtype} KV cache), {self.served.reference_perplexity:.3f} in float32 with a 16-bit "
+            f"KV cache, over {self.served.num_tokens} tokens of {self.text} in contexts up to {self.window} tokens",
+            f"as served: {_distance(self.served)}",
         ]
-        if self.mean_kl is not None and self.perplexity_16bit is not None and self.top1_agreement is not None:
+        if self.cache is not None:
             verdict = "passes" if self.passes_gate else "FAILS"
             lines.append(
-                f"against a 16-bit KV cache: perplexity {self.perplexity_16bit:.3f}, KL {self.mean_kl:.6f} per token, "
-                f"same top token {self.top1_agreement:.1%}: {verdict} the gate (KL at most {LARGEST_MEAN_KL}, "
-                f"perplexity within {LARGEST_PERPLEXITY_CHANGE:.1%})"
+                f"the {self.kv_cache_dtype} KV cache alone: {_distance(self.cache)}, perplexity "
+                f"{self.cache.perplexity:.3f}: {verdict} the gate (KL at most {LARGEST_MEAN_KL}, perplexity within "
+                f"{LARGEST_PERPLEXITY_CHANGE:.1%})"
             )
         return lines
+
+
+def is_close(divergence: Divergence) -> bool:
+    """The gate: what a default format may cost, at every context length."""
+    change = abs(divergence.perplexity / divergence.reference_perplexity - 1)
+    return divergence.mean_kl <= LARGEST_MEAN_KL and change <= LARGEST_PERPLEXITY_CHANGE
+
+
+def _distance(divergence: Divergence) -> str:
+    return f"KL {divergence.mean_kl:.6f} per token, same top token {divergence.top1_agreement:.1%}"
 
 
 def run(
@@ -94,23 +106,21 @@ def run(
     token_ids = perplexity.load_tokens(files, text, num_tokens)
     weights = load_weights(files, spec, progress=progress)
     ops = create_ops("reference")
+    floats = FloatLinearOps(ops)
     window = min(window, spec.max_positions)
     first_token = perplexity.first_token_of(files)
 
-    def scorer(dtype: str) -> perplexity.Scorer:
-        return perplexity.build_scorer(weights, ops, dtype, window=window, first_token=first_token, progress=progress)
+    def scorer(backend: Ops, dtype: str) -> perplexity.Scorer:
+        return perplexity.build_scorer(
+            weights, backend, dtype, window=window, first_token=first_token, progress=progress
+        )
 
-    judged = scorer(kv_cache_dtype)
-    total = judged.num_scored(len(token_ids))
+    sides = [scorer(ops, kv_cache_dtype)]
+    if kv_cache_dtype != REFERENCE_KV_DTYPE:
+        sides.append(scorer(floats, kv_cache_dtype))
+    reference = scorer(floats, REFERENCE_KV_DTYPE)
+    with progress.task("Scoring", reference.num_scored(len(token_ids)), "tokens") as task:
+        results = perplexity.kl_divergence(reference, sides, token_ids, task=task)
     name = "the built-in evaluation text" if text is None else str(text)
-    if kv_cache_dtype == REFERENCE_KV_DTYPE:
-        with progress.task("Scoring", total, "tokens") as task:
-            value = judged.score(token_ids, task=task).perplexity
-        return EvalReport(source, name, kv_cache_dtype, total, window, value)
-    reference = scorer(REFERENCE_KV_DTYPE)
-    with progress.task("Scoring with both caches", total, "tokens") as task:
-        result = perplexity.kl_divergence(reference, judged, token_ids, task=task)
-    return EvalReport(
-        source, name, kv_cache_dtype, total, window,
-        result.perplexity, result.reference_perplexity, result.mean_kl, result.top1_agreement,
-    )  # fmt: skip
+    cache = results[1] if len(results) > 1 else None
+    return EvalReport(source, name, kv_cache_dtype, ops.arithmetic, window, results[0], cache)

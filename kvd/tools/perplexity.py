@@ -8,9 +8,8 @@ token before it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -40,7 +39,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll.double().mean().item())
+        return self.nll.double().mean().exp().item()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,26 +162,44 @@ def build_scorer(
 
 
 def kl_divergence(
-    reference: Scorer, other: Scorer, token_ids: Sequence[int], *, task: Task | None = None
-) -> Divergence:
-    """Run both over the same text, step by step side by side. Both need the same window and chunk."""
-    divergences, agreements, losses, reference_losses = [], [], [], []
-    for expected, actual in zip(reference.chunks(token_ids), other.chunks(token_ids), strict=True):
-        log_p = torch.log_softmax(expected.logits.cpu(), dim=1)
-        log_q = torch.log_softmax(actual.logits.cpu(), dim=1)
-        reference_losses.append(_losses(log_p, expected.targets))
-        losses.append(_losses(log_q, actual.targets))
-        divergences.append((log_p.exp() * (log_p - log_q)).sum(dim=1))
-        agreements.append(log_p.argmax(dim=1) == log_q.argmax(dim=1))
+    reference: Scorer, others: Sequence[Scorer], token_ids: Sequence[int], *, task: Task | None = None
+) -> list[Divergence]:
+    """How far each of `others` is from `reference`: all run the text side by side, with equal windows and chunks."""
+    tallies = [_Tally() for _ in others]
+    for steps in zip(*(scorer.chunks(token_ids) for scorer in (reference, *others)), strict=True):
+        targets = steps[0].targets
+        log_p = torch.log_softmax(steps[0].logits.cpu(), dim=1)
+        for tally, step in zip(tallies, steps[1:], strict=True):
+            tally.add(log_p, torch.log_softmax(step.logits.cpu(), dim=1), targets)
         if task is not None:
-            task.advance(len(expected.targets))
-    return Divergence(
-        num_tokens=sum(len(part) for part in losses),
-        mean_kl=torch.cat(divergences).double().mean().item(),
-        top1_agreement=torch.cat(agreements).double().mean().item(),
-        reference_perplexity=Scores(torch.cat(reference_losses)).perplexity,
-        perplexity=Scores(torch.cat(losses)).perplexity,
-    )
+            task.advance(len(targets))
+    return [tally.result() for tally in tallies]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What `kl_divergence` collects for one of its scorers, token by token."""
+
+    divergences: list[torch.Tensor] = field(default_factory=list)
+    agreements: list[torch.Tensor] = field(default_factory=list)
+    reference_losses: list[torch.Tensor] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> None:
+        self.reference_losses.append(_losses(log_p, targets))
+        self.losses.append(_losses(log_q, targets))
+        self.divergences.append((log_p.exp() * (log_p - log_q)).sum(dim=1))
+        self.agreements.append(log_p.argmax(dim=1) == log_q.argmax(dim=1))
+
+    def result(self) -> Divergence:
+        divergences = torch.cat(self.divergences)
+        return Divergence(
+            num_tokens=len(divergences),
+            mean_kl=divergences.double().mean().item(),
+            top1_agreement=torch.cat(self.agreements).double().mean().item(),
+            reference_perplexity=Scores(torch.cat(self.reference_losses)).perplexity,
+            perplexity=Scores(torch.cat(self.losses)).perplexity,
+        )
 
 
 def _losses(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
