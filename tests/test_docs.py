@@ -12,7 +12,9 @@ import pytest
 from kvd.cli import COMMANDS, all_help, help_of
 from kvd.config import SETTINGS
 from kvd.config_docs import generated_files, sample_yaml
+from kvd.config_flags import parse_flags
 from kvd.config_load import load_config
+from kvd.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".txt", ".tcss", ".json", ".cpp", ".h", ".hpp", ""}
@@ -60,6 +62,20 @@ def test_every_flag_and_key_is_documented() -> None:
         assert f"  {setting.flag}" in help_text
         if setting.environment:
             assert f"`{setting.environment}`" in document
+
+
+def test_the_errors_in_the_document_are_the_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for text, flags in (
+        ("\n" * 6 + "max_modle_len: 1\n", []),
+        ("\n" * 8 + "max_num_seqs: 0\n", []),
+        ("", ["--host", "0.0.0.0"]),
+    ):
+        Path("kvd.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load_config(Path("kvd.yaml"), parse_flags(flags).entries)
+        assert f"\nkvd: {caught.value}\n" in document
 
 
 def test_every_command_is_documented() -> None:
