@@ -94,9 +94,9 @@ def build_info(**changes: object) -> EngineInfo:
 
 
 class FakeEngine:
-    """Answers with `reply`, then the end token; implements the server's `GenerationEngine`.
+    """Answers every request alike; implements the server's `GenerationEngine`.
 
-    reply           text of every answer; `replies` per prompt text take precedence
+    reply           text of every answer; then the end token
     permits         None: as fast as the loop allows; else one permit per token
     batch           tokens per wake-up
     refusal         raised by `submit`

@@ -95,6 +95,29 @@ async def test_logprobs(harness: Harness, stream: bool) -> None:
     assert joined["top_logprobs"][0] == {"Z": -0.25, "[": -9999.0, "\\": -9999.0}
 
 
+async def test_logprob_offsets_are_those_of_each_choice(harness: Harness) -> None:
+    body = {"prompt": ["a", "b"], "logprobs": 0, "max_tokens": 5}
+    chunks: list[Any] = parse_events(await harness.stream_text("/v1/completions", body))
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in chunks:
+        if (logprobs := chunk["choices"][0]["logprobs"]) is not None:
+            offsets[chunk["choices"][0]["index"]] += logprobs["text_offset"]
+    assert offsets == {0: [0, 1, 2, 3, 4], 1: [0, 1, 2, 3, 4]}
+
+
+async def test_a_stop_string_ends_its_own_prompt_at_once(harness: Harness) -> None:
+    harness.engine.permits = asyncio.Semaphore(6)  # all go to the prompt that comes first
+    body = {"prompt": ["a", "b"], "stop": "Hello", "max_tokens": 100}
+    task = asyncio.create_task(harness.post("/v1/completions", body))
+    await harness.engine.reach(2)
+    await harness.engine.reach(1)
+    for _ in range(6):
+        harness.engine.permits.release()
+    status, answer = await task
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 10
+
+
 async def test_logprobs_of_the_sampled_token_alone(harness: Harness) -> None:
     answer = await harness.client().completions.create(model=MODEL, prompt="a", logprobs=0, max_tokens=1)
     assert answer.choices[0].logprobs is not None
