@@ -68,9 +68,7 @@ class Choice:
         self._stream.abort()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces as they come; raises a `RequestError` when the engine ends the request by a fault or
-        abort.
-        """
+        """Pieces as they come; raises a `RequestError` when the engine ends the request by a fault or abort."""
         async for events in self._stream:
             piece = self._take(events)
             if piece.text or piece.logprobs or piece.finish_reason is not None:
@@ -106,7 +104,7 @@ class Choice:
 
 
 def _stop_reason(event: TokenEvent) -> StopReason:
-    """ "stop" or "length"; raises the error that any other end is."""
+    """Either "stop" or "length"; raises the error that any other end is."""
     match event.finish_reason:
         case "stop" | "length" as reason:
             return reason
