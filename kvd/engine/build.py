@@ -159,7 +159,7 @@ def _budget(
     wanted_len = config.max_model_len if config.max_model_len is not None else spec.max_positions
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
         raise NotEnoughMemory(
-            f"max_model_len {config.max_model_len} is more than the {spec.max_positions} positions the model was made for"
+            f"max_model_len {config.max_model_len} exceeds the model's {spec.max_positions} positions"
         )
     step_bytes = activation_bytes(
         spec, max_tokens=limits.max_tokens, max_seqs=limits.max_seqs, element_bytes=ops.activation_dtype.itemsize
@@ -174,17 +174,19 @@ def _budget(
         kv_bytes, setting = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
         if kv_bytes > left:
             raise NotEnoughMemory(
-                f"kv_cache_memory_bytes asks for {kv_bytes / GIB:.2f} GiB, but only {left / GIB:.2f} GiB are left beside "
-                f"weights and activations"
+                f"kv_cache_memory_bytes asks for {kv_bytes / GIB:.2f} GiB, but beside weights and activations "
+                f"only {left / GIB:.2f} GiB are left"
             )
     else:
         kv_bytes, setting = int(left * config.cpu_memory_utilization), "cpu_memory_utilization"
     pool = size_pool(
-        kv_format=kv_format, kv_bytes=kv_bytes, model_max_len=spec.max_positions, requested_max_len=config.max_model_len,
-        num_blocks_override=config.num_gpu_blocks_override, memory_setting=setting,
+        kv_format=kv_format, kv_bytes=kv_bytes, model_max_len=spec.max_positions,
+        requested_max_len=config.max_model_len, num_blocks_override=config.num_gpu_blocks_override,
+        memory_setting=setting,
     )  # fmt: skip
     if pool.kv_bytes > left:
         raise NotEnoughMemory(
-            f"num_gpu_blocks_override {pool.num_blocks} needs {pool.kv_bytes / GIB:.2f} GiB, {left / GIB:.2f} GiB are left"
+            f"num_gpu_blocks_override {pool.num_blocks} needs {pool.kv_bytes / GIB:.2f} GiB, "
+            f"but {left / GIB:.2f} GiB are left"
         )
     return pool, total, step_bytes

@@ -186,7 +186,7 @@ class Engine:
         if self._state == "ready":
             self._state = "draining"
         deadline = time.monotonic() + drain_seconds
-        while self._streams and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._streams and self._thread.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         for request_id in list(self._streams):
             self._abort_soon(request_id)
@@ -216,8 +216,8 @@ class Engine:
         self._inbox.put(lambda: self._add(request))
         return stream
 
-    def _abort_soon(self, request_id: str) -> None:
-        self._inbox.put(lambda: void(self._abort(request_id, "abort")))
+    def _abort_soon(self, request_id: str, reason: FinishReason = "abort") -> None:
+        self._inbox.put(lambda: void(self._abort(request_id, reason)))
 
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:

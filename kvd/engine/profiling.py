@@ -38,7 +38,7 @@ def largest_step(*, max_tokens: int, max_seqs: int, num_blocks: int, num_groups:
                 (table,) * num_groups,
                 (range(0, count * BLOCK_SIZE, BLOCK_SIZE),) * num_groups,
                 samples=True,
-            )  # fmt: skip
+            )
         )
     return StepPlan(-2, tuple(items), tuple(requests))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from kvd.core import TokenEvent
+from kvd.core import FinishReason, TokenEvent
 
 
 class TokenStream(AsyncIterator[list[TokenEvent]]):
@@ -17,7 +17,7 @@ class TokenStream(AsyncIterator[list[TokenEvent]]):
     A consumer that stops reading early must call `abort`.
     """
 
-    def __init__(self, request_id: str, on_abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, on_abort: Callable[[str, FinishReason], None]) -> None:
         self.request_id = request_id
         self._on_abort = on_abort
         self._pending: list[TokenEvent] = []
@@ -45,7 +45,7 @@ class TokenStream(AsyncIterator[list[TokenEvent]]):
         self._is_closed = event.finish_reason is not None
         self._ready.set()
 
-    def abort(self) -> None:
-        """End the request. Harmless when it has ended, and when called twice."""
+    def abort(self, reason: FinishReason = "abort") -> None:
+        """End the request; "stop" where its text met a stop string. Harmless when it has ended, and twice."""
         if not self._is_closed:
-            self._on_abort(self.request_id)
+            self._on_abort(self.request_id, reason)

@@ -87,7 +87,7 @@ class Choice:
                     self._tracker.add(event.logprobs)
                 texts.append(self._output.push([event.token_id]))
             if self._output.stopped:
-                self._stream.abort()  # the engine may be a few tokens ahead; they are neither sent nor counted
+                self._stream.abort("stop")  # the engine may be a few tokens ahead; they are neither sent nor counted
                 finish_reason = "stop"
                 break
             if event.finish_reason is not None:

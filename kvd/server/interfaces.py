@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvd.core import Control, EngineInfo, Request, SnapshotSource, TokenEvent
+from kvd.core import Control, EngineInfo, FinishReason, Request, SnapshotSource, TokenEvent
 
 
 class TokenStream(Protocol):
@@ -20,7 +20,7 @@ class TokenStream(Protocol):
 
     async def __anext__(self) -> list[TokenEvent]: ...
 
-    def abort(self) -> None:
+    def abort(self, reason: FinishReason = "abort") -> None:
         """End the request early; idempotent, and harmless after the end."""
         ...
 

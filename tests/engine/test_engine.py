@@ -58,7 +58,7 @@ async def collect(stream: TokenStream) -> list[TokenEvent]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the condition is set by another thread, without a loop
             await asyncio.sleep(0.005)
 
 
@@ -171,7 +171,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
     gate = threading.Event()
     fixture.runner.before_step = lambda plan: void(gate.wait(10))
     streams = []
-    with pytest.raises(ServerOverloaded):
+    with pytest.raises(ServerOverloaded):  # noqa: PT012 - which one is refused depends on what is running already
         for index in range(20):
             streams.append(fixture.engine.submit(request(f"r{index}")))
     assert 2 <= len(streams) <= 7

@@ -54,9 +54,8 @@ def assert_same_bytes(rows: dict[int, bytes], expected: dict[int, bytes]) -> Non
     for position in sorted(rows):
         if rows[position] != expected[position]:
             got, want = (np.frombuffer(r[position], dtype=np.float32) for r in (rows, expected))
-            raise AssertionError(
-                f"position {position}: {np.count_nonzero(got != want)} logits differ, by up to {np.abs(got - want).max()}"
-            )
+            count, largest = np.count_nonzero(got != want), np.abs(got - want).max()
+            raise AssertionError(f"position {position}: {count} logits differ, by up to {largest}")
 
 
 def test_beside_fifteen_others(default_decoder, default_tokenizer, prompt, alone) -> None:

@@ -29,8 +29,7 @@ from kvd.core import (
 )
 from kvd.engine.streams import TokenStream
 from kvd.errors import RequestError
-from kvd.observe.buckets import BUCKET_BOUNDS
-from kvd.observe.histogram import HistogramBuilder
+from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.text.text_model import TextModel
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core import Histogram, LogEvent
-from kvd.observe.buckets import BUCKET_BOUNDS
+from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.observe.event_log import EventLog
-from kvd.observe.histogram import HistogramBuilder, difference, estimate_quantile
 from kvd.observe.metrics import HitRateWindow
 from kvd.server.snapshot_json import decode_snapshot, encode_snapshot
 from kvd.text.text_model import TextModel
@@ -34,7 +33,7 @@ def test_a_frozen_histogram_does_not_change() -> None:
     before = builder.freeze()
     builder.observe(0.5)
     assert before.counts == (0, 0)
-    assert difference(builder.freeze(), before).counts == (1, 1)
+    assert builder.freeze().counts == (1, 1)
 
 
 @given(st.lists(st.floats(0, 1e6)), st.sampled_from(sorted(BUCKET_BOUNDS)))
@@ -46,19 +45,6 @@ def test_builder_agrees_with_counting(values: list[float], name: str) -> None:
     assert frozen.counts == tuple(sum(value <= bound for value in values) for bound in frozen.bounds)
     assert frozen.total == len(values)
     assert frozen.sum == pytest.approx(sum(values))
-
-
-@pytest.mark.parametrize(
-    ("quantile", "expected"), [(0.0, 0.0), (0.25, 0.5), (0.5, 1.0), (0.75, 1.5), (0.8, 1.6), (1.0, 2.0)]
-)
-def test_quantiles_are_linear_within_a_bucket(quantile: float, expected: float) -> None:
-    histogram = Histogram((1.0, 2.0, math.inf), (2, 4, 4), 0.0)
-    assert estimate_quantile(histogram, quantile) == pytest.approx(expected)
-
-
-def test_quantile_of_nothing_and_beyond_the_last_bound() -> None:
-    assert estimate_quantile(HistogramBuilder((1.0,)).freeze(), 0.5) is None
-    assert estimate_quantile(Histogram((1.0, 2.0, math.inf), (0, 0, 3), 99.0), 0.5) == 2.0
 
 
 # --------------------------------------------------------------------------- hit rate
