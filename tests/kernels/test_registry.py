@@ -1,0 +1,33 @@
+"""Backends by name, imported only when asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvd_kernels.registry import BACKENDS, create_ops
+
+
+def test_every_backend_says_what_it_is() -> None:
+    for name in BACKENDS:
+        ops = create_ops(name)
+        assert ops.name == name
+        assert ops.arithmetic in ("a8", "a16")
+        assert ops.arithmetic_id.startswith(ops.arithmetic)
+    assert len({create_ops(name).arithmetic_id for name in BACKENDS}) == len(BACKENDS)
+
+
+def test_an_unknown_backend_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; known are: reference, reference-a16"):
+        create_ops("cuda")
+
+
+@pytest.mark.parametrize(
+    ("imported", "absent"),
+    [("kvd_kernels.kv_format", "torch"), ("kvd_kernels.registry", "kvd_kernels.reference"), ("kvd_kernels.ops", "kvd")],
+)
+def test_imports_stay_small(imported: str, absent: str) -> None:
+    code = f"import sys, {imported}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
