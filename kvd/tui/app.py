@@ -203,13 +203,13 @@ class Dashboard(App[Outcome]):
     def _what_stopping_means(self) -> tuple[str, ...]:
         if self._view is None:
             return (f"kvd serves on {self._address}.",)
-        snapshot = self._view.snapshot
-        count = snapshot.num_running + snapshot.num_waiting
-        requests = "no request is" if count == 0 else "1 request is" if count == 1 else f"{count} requests are"
-        return (
-            f"kvd serves on {self._address}.",
-            f"{requests} being served; stopping lets them finish first.".capitalize(),
-        )
+        count = self._view.snapshot.num_running + self._view.snapshot.num_waiting
+        served = {
+            0: "No request is being served.",
+            1: "1 request is being served; stopping lets it finish.",
+        }
+        more = f"{count} requests are being served; stopping lets them finish."
+        return (f"kvd serves on {self._address}.", served.get(count, more))
 
     def _leave(self, answer: str | None) -> None:
         if answer == "close":

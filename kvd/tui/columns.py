@@ -29,7 +29,6 @@ class Column:
     cell: Callable[[RequestView, int], Cell]
     is_left: bool = False
     shown_from: int = 0
-    max_width: int = 0  # above `width`: takes room that is left over
 
 
 def prefill_fraction(row: RequestView) -> float:
@@ -67,11 +66,11 @@ def _preemptions(row: RequestView, width: int) -> Cell:
 
 
 _COLUMNS = (
-    Column("id", 6, lambda row, width: (short_id(row.request_id, width), "bright"), is_left=True, max_width=12),
-    Column("client", 8, lambda row, width: (row.client or "–", "text"), is_left=True, max_width=44),
-    Column("api", 4, lambda row, width: (row.endpoint[:width], "muted"), is_left=True, max_width=11),
+    Column("id", 6, lambda row, width: (short_id(row.request_id, width), "bright"), is_left=True),
+    Column("client", 8, lambda row, width: (row.client or "–", "text"), is_left=True),
+    Column("api", 4, lambda row, width: (row.endpoint[:width], "muted"), is_left=True),
     Column("state", 11, _state, is_left=True),
-    Column("progress", 14, _progress, is_left=True, shown_from=110, max_width=24),
+    Column("progress", 14, _progress, is_left=True, shown_from=110),
     Column("prompt", 6, lambda row, width: (short_count(row.num_prompt_tokens), "text"), shown_from=92),
     Column("hit", 4, _cached),
     Column("output", 9, _output),
@@ -83,6 +82,9 @@ _COLUMNS = (
     Column("age", 5, lambda row, width: (age(row.age_seconds), "muted")),
 )
 
+_GROWTH = (("client", 16), ("id", 12), ("api", 11), ("client", 40), ("progress", 30), ("client", 60))
+"""Which columns take the room that is left over, in this order, each up to this width."""
+
 
 @lru_cache(maxsize=64)
 def columns_for(width: int) -> tuple[tuple[Column, int], ...]:
@@ -90,8 +92,9 @@ def columns_for(width: int) -> tuple[tuple[Column, int], ...]:
     shown = [column for column in _COLUMNS if column.shown_from <= width]
     spare = width - sum(column.width + 1 for column in shown) + 1
     widths = {column.title: column.width for column in shown}
-    for column in sorted(shown, key=lambda c: c.title != "client"):
-        extra = max(0, min(spare, column.max_width - column.width))
-        widths[column.title] += extra
-        spare -= extra
+    for title, width_wanted in _GROWTH:
+        extra = max(0, min(spare, width_wanted - widths.get(title, width_wanted)))
+        if extra:
+            widths[title] += extra
+            spare -= extra
     return tuple((column, widths[column.title]) for column in shown)

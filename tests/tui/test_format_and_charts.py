@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 from kvd.tui import charts, format
 from kvd.tui.columns import columns_for
+from kvd.tui.panel import Spans, crop, justify, span_width
 
 
 @pytest.mark.parametrize(
@@ -143,3 +144,22 @@ def test_columns_fit_and_80_columns_show_the_essential_ones(width: int) -> None:
         assert taken <= width
     essential = {"id", "client", "api", "state", "hit", "output", "tok/s", "TTFT", "blks", "pre", "age"}
     assert essential <= {column.title for column, _ in columns}
+
+
+lines = st.lists(st.tuples(st.text("ab· é漢", max_size=9), st.just("text")), max_size=5).map(tuple)
+
+
+@given(lines, lines, st.integers(1, 40))
+def test_justify_fills_the_line_and_keeps_the_right_end(left: Spans, right: Spans, width: int) -> None:
+    line = justify(left, right, width)
+    assert line[len(line) - len(right) :] == right
+    if span_width(right) < width:
+        # A wide character that does not fit leaves one cell empty.
+        assert width - 1 <= span_width(line) <= width
+
+
+@given(lines, st.integers(1, 40))
+def test_crop_marks_what_is_missing(line: Spans, width: int) -> None:
+    cropped = crop(line, width)
+    assert span_width(cropped) <= width
+    assert (cropped == line) == (span_width(line) <= width)
