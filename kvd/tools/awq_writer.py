@@ -156,7 +156,7 @@ def check_destination(destination: Path) -> None:
 def write_side_files(files: ModelFiles, directory: Path, *, group_size: int, skipped: list[str], tied: bool) -> None:
     """config.json, tokenizer.json, tokenizer_config.json and generation_config.json."""
     dropped = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")
-    config = {key: value for key, value in files.config.items() if key not in dropped and value is not None}
+    config = {key: value for key, value in files.config.items() if key not in dropped}
     config["tie_word_embeddings"] = tied
     config["torch_dtype"] = "float16"
     config["quantization_config"] = {

@@ -17,8 +17,12 @@ from kvd.model.progress import QuietProgress
 from kvd.tools import convert
 from kvd.tools.awq_scaling import round_to_awq
 from kvd.tools.convert import ConvertReport
+from kvd.tools.perplexity import build_scorer
+from kvd.tools.wrapped_ops import FloatLinearOps
+from kvd_kernels.registry import create_ops
 from kvd_kernels.weights import Int4Weight, dequantize
 from tests.model.checkpoints import (
+    load_reference,
     make_awq,
     make_gguf,
     make_llama,
@@ -64,6 +68,18 @@ def test_plain_rounding_stores_exactly_the_rounded_codes(tmp_path: Path, home: P
     assert report.perplexity_after == pytest.approx(report.perplexity_before, rel=0.5)
     assert report.as_dict()["group_size"] == 64
     assert "before" in report.lines()[1]
+
+
+def test_the_result_computes_what_its_stored_numbers_say(tmp_path: Path, home: Path) -> None:
+    """Logits of the loaded directory against transformers with weights that were unpacked independently."""
+    run(make_qwen2(tmp_path / "source", seed=4), tmp_path / "awq", home, group_size=32)
+    _, weights = load(tmp_path / "awq", home, head_int8=False)
+    token_ids = list(range(3, 67))
+    scorer = build_scorer(weights, FloatLinearOps(create_ops("reference")), "fp16", window=64, chunk=64)
+    logits = next(iter(scorer.chunks(token_ids))).logits
+    with torch.no_grad():
+        expected = load_reference(tmp_path / "awq")(torch.tensor([token_ids[:-1]])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
