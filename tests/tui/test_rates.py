@@ -40,6 +40,8 @@ def test_difference_across_a_restart_is_all_of_the_new_engine(before: list[float
         assert rates.difference(histogram(before), later) == later
     assert rates.difference(Histogram((1.0, math.inf), (0, 1), 2.0), later) == later
     assert rates.difference(None, later) == later
+    other = Histogram((1.0, 2.0, math.inf), (3, 4, 5), 6.0)  # no bucket fell, and yet nothing grows by 3, 0, 1
+    assert rates.difference(Histogram(other.bounds, (0, 4, 4), 6.0), other) == other
 
 
 @given(observations.filter(bool), fractions)
