@@ -18,7 +18,8 @@ from kvd.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".txt", ".tcss", ".json", ".cpp", ".h", ".hpp", ""}
-MAX_FILE_LINES = 400
+MAX_SOURCE_LINES = 400
+MAX_TEST_LINES = 600  # a table of cases may be longer than a program
 MAX_README_LINES = 150
 
 
@@ -101,14 +102,13 @@ def test_every_environment_variable_in_the_source_is_documented() -> None:
 
 
 def test_no_source_file_is_too_long() -> None:
-    too_long = {
-        str(path.relative_to(ROOT)): lines
-        for path in tracked_files()
-        if path.suffix in (".py", ".cpp", ".h", ".hpp", ".tcss", ".sh")
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
-    }
-    # One table of cases is longer than a program may be.
-    too_long.pop("tests/test_config.py", None)
+    too_long = {}
+    for path in tracked_files():
+        if path.suffix in (".py", ".cpp", ".h", ".hpp", ".tcss", ".sh"):
+            name = str(path.relative_to(ROOT))
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            if lines > (MAX_TEST_LINES if name.startswith("tests/") else MAX_SOURCE_LINES):
+                too_long[name] = lines
     assert not too_long
 
 

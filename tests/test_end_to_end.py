@@ -1,0 +1,233 @@
+"""The main job on real weights: `kvd serve` as a process, real sockets, the official client.
+
+One server for the whole file; every test leaves it idle. Greedy texts are compared only where the margin is clear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvd.model.files import ModelFiles
+from tests.test_serve import OPENER, Process, call
+
+MODEL = "smollm2-135m-instruct"
+CHUNK = 64
+NUM_BLOCKS = 160
+
+
+@pytest.fixture(scope="module")
+def server(kvd_home: Path, default_model_files: ModelFiles) -> Iterator[Process]:
+    process = Process(
+        kvd_home, MODEL, "--port", "0", "--no-dashboard", "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs",
+        "16",
+        "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "2048", "--log-level", "info",
+        "--max-waiting", "400", OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "2"),
+    )  # fmt: skip
+    try:
+        process.url()
+        yield process
+    finally:
+        if process.process.poll() is None:
+            process.stop(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def url(server: Process) -> str:
+    return server.url()
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=openai.DefaultHttpxClient(trust_env=False, verify=False), timeout=120
+    ) as client:
+        yield client
+
+
+def series(url: str) -> dict[str, float]:
+    with OPENER.open(urllib.request.Request(f"{url}/metrics"), timeout=60) as response:
+        text = response.read().decode()
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"not within 30 s: {what}")
+
+
+def is_idle(url: str) -> bool:
+    now = series(url)
+    return not (now["vllm:num_requests_running"] or now["vllm:num_requests_waiting"] or now["vllm:kv_cache_usage_perc"])
+
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+
+
+def test_chat_streaming_and_not_give_the_same_right_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)  # type: ignore[arg-type]
+    text = whole.choices[0].message.content
+    assert text is not None
+    assert "Paris" in text
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    stream = client.chat.completions.create(  # type: ignore[call-overload]
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=16, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_completions_streaming_and_not(client: openai.OpenAI) -> None:
+    prompt = "The capital of France is"
+    whole = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=4)
+    assert whole.choices[0].text.startswith(" Paris")
+    assert whole.choices[0].finish_reason == "length"
+    stream = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=4, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_stop_strings_and_logprobs_on_real_text(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="1, 2, 3, 4, 5, 6, 7,", temperature=0, max_tokens=24, stop=["10"], logprobs=2
+    )
+    choice = answer.choices[0]
+    assert choice.text == " 8, 9, "
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs)
+
+
+def test_a_prompt_of_three_chunks_twice(url: str, client: openai.OpenAI) -> None:
+    """Own chunks are no hits; the second time more than the first chunk is reused, in whole blocks."""
+    prompt = "Read this list of numbers: " + ", ".join(str(n * 37 % 1000) for n in range(40))
+    before = series(url)
+    first, second = (
+        client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=2).usage for _ in range(2)
+    )
+    assert first is not None
+    assert second is not None
+    num_tokens = first.prompt_tokens
+    assert num_tokens > 2 * CHUNK
+    assert first.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details is not None
+    assert second.prompt_tokens_details.cached_tokens == (num_tokens - 1) // 16 * 16 > CHUNK
+    after = series(url)
+    hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
+    assert hits == second.prompt_tokens_details.cached_tokens
+
+
+def test_a_prompt_that_fits_the_model_but_not_the_limit_is_refused_and_the_next_one_served(
+    url: str, client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(model=MODEL, prompt="word " * 2100, max_tokens=4)
+    assert refusal.value.code == "context_length_exceeded"
+    assert "maximum context length is 2048 tokens" in str(refusal.value)
+    status, answer = call(f"{url}/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 1})
+    assert status == 200, answer
+
+
+def test_health_and_models(url: str) -> None:
+    assert call(f"{url}/health") == (200, {"status": "ok"})
+    models = call(f"{url}/v1/models")[1]["data"]
+    assert [model["id"] for model in models] == [MODEL]
+    assert models[0]["max_model_len"] == 2048
+
+
+async def _one_of_many(session: aiohttp.ClientSession, url: str, index: int, chance: random.Random) -> str:
+    """A mixed request; some hang up at a random moment. Returns how it ended."""
+    words = chance.sample(["cache", "block", "token", "river", "stone", "green", "seven", "lamp"], 4)
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": chance.randint(1, 8),
+        "temperature": chance.choice([0, 0.7, 1.3]),
+        "stream": chance.random() < 0.6,
+        "ignore_eos": chance.random() < 0.5,
+    }
+    if chance.random() < 0.15:
+        body |= {"top_p": 0.9, "top_k": 40, "presence_penalty": 0.5, "logit_bias": {"30": -5}}
+    path, prompt = "completions", " ".join(words)
+    if chance.random() < 0.03:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    patience = chance.choice([0.0, 0.05, 0.5, 2.0, 5.0]) if index % 3 == 0 else 600.0
+    try:
+        async with asyncio.timeout(patience), session.post(f"{url}/v1/{path}", json=body) as response:
+            text = await response.text()
+    except TimeoutError:
+        return "gone"
+    assert response.status == 200, text
+    if body["stream"]:
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in text
+    else:
+        assert json.loads(text)["choices"][0]["finish_reason"] in ("stop", "length")
+    return "answered"
+
+
+async def test_three_hundred_mixed_requests_with_random_aborts(server: Process, url: str) -> None:
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
+        ends = await asyncio.gather(*(_one_of_many(session, url, i, random.Random(i)) for i in range(300)))
+    assert ends.count("answered") >= 200
+    assert ends.count("gone") > 20
+    await until(lambda: is_idle(url), "nothing running, nothing waiting, no block in use")
+    assert not [line for line in server.lines if " error " in line.lower() or "Traceback" in line]
+    status, answer = call(f"{url}/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 1})
+    assert status == 200, answer
+
+
+async def test_two_hundred_sockets_closed_at_random_moments(server: Process, url: str) -> None:
+    """Queued, in mid-prefill, in mid-decode, streaming and not: all of it is free soon after."""
+    host, port = url.removeprefix("http://").split(":")
+    chance = random.Random(11)
+
+    async def hang_up(index: int) -> None:
+        body = json.dumps(
+            {"model": MODEL, "prompt": f"{index} " + "word " * chance.choice([3, 200, 600]), "max_tokens": 500,
+             "stream": index % 2 == 0, "ignore_eos": True}
+        ).encode()  # fmt: skip
+        await asyncio.sleep(chance.random() * 2)
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body[: len(body) if index % 10 else len(body) // 2])
+        await writer.drain()
+        await asyncio.sleep(chance.random() * 3)
+        writer.transport.abort()
+
+    await asyncio.gather(*(hang_up(index) for index in range(200)))
+    await until(lambda: is_idle(url), "all that the closed sockets had asked for is gone")
+    assert not [line for line in server.lines if " error " in line.lower() or "Traceback" in line]
+    status, answer = call(f"{url}/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 1})
+    assert status == 200, answer
