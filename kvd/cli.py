@@ -34,6 +34,7 @@ usage: kvd [serve] [MODEL] [-c FILE] [flags]   serve a model over HTTP
        kvd check [MODEL] [-c FILE] [flags]     check a configuration and print it
        kvd models                              list the models that kvd knows by name
        kvd convert SRC DST                     make a 4-bit AWQ directory of a 16-bit model
+       kvd eval MODEL                          measure perplexity and what the KV format costs
        kvd version                             print the version
 
 `kvd COMMAND --help` explains each. Without a command, kvd serves.
@@ -86,11 +87,36 @@ Make a 4-bit AWQ directory DST, which other AWQ readers accept too, from SRC: a 
       Print what was made as one JSON object.
 """
 
+EVAL_USAGE = """\
+usage: kvd eval MODEL [--kv-cache-dtype TYPE] [--text FILE] [--tokens N] [--json]
+
+Measure how well MODEL predicts a text as kvd serves it, and how far its KV cache format is from 16 bits.
+
+  --kv-cache-dtype TYPE
+      The format to judge: auto, int8, fp16 or bf16 (default: auto).
+  --text FILE
+      The text, UTF-8; without it, one that comes with kvd.
+  --tokens N
+      Use the first N tokens only.
+  --json
+      Print one JSON object; passes_gate says whether the format is close enough.
+"""
+
 VERSION_USAGE = """\
 usage: kvd version
 
 Print the version.
 """
+
+
+USAGES: Mapping[str, str] = {
+    "serve": SERVE_USAGE,
+    "check": CHECK_USAGE,
+    "models": MODELS_USAGE,
+    "convert": CONVERT_USAGE,
+    "eval": EVAL_USAGE,
+    "version": VERSION_USAGE,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -138,9 +164,7 @@ def _dispatch(words: list[str]) -> int:
 
 def help_of(command: str, width: int) -> str:
     """What `kvd COMMAND --help` prints on a terminal of `width` columns."""
-    usages = {"serve": SERVE_USAGE, "check": CHECK_USAGE, "models": MODELS_USAGE, "convert": CONVERT_USAGE}
-    text = usages.get(command, VERSION_USAGE)
-    return text + settings_help(width) if command == "serve" else text
+    return USAGES[command] + (settings_help(width) if command == "serve" else "")
 
 
 def all_help(width: int = 100) -> dict[str, str]:
@@ -208,6 +232,30 @@ def _convert(words: list[str]) -> int:
     return 0
 
 
+def _eval(words: list[str]) -> int:
+    parser = _Parser(prog="kvd eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--text")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(words)
+    home = load_config(environment=os.environ).config.home_path
+    from kvd.model.progress import TerminalProgress
+    from kvd.tools import eval as evaluation
+
+    report = evaluation.run(
+        chosen.model,
+        kv_cache_dtype=chosen.kv_cache_dtype,
+        text=None if chosen.text is None else Path(chosen.text),
+        num_tokens=chosen.tokens,
+        home=home,
+        progress=TerminalProgress(),
+    )
+    print(json.dumps(report.as_dict(), indent=2) if chosen.json else "\n".join(report.lines()))
+    return 0
+
+
 def _version(words: list[str]) -> int:
     _Parser(prog="kvd version", add_help=False).parse_args(words)
     print(f"kvd {__version__}")
@@ -219,6 +267,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "check": _check,
     "models": _models,
     "convert": _convert,
+    "eval": _eval,
     "version": _version,
 }
 

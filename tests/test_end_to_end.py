@@ -52,7 +52,11 @@ def url(server: Process) -> str:
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=openai.DefaultHttpxClient(trust_env=False, verify=False), timeout=120
+        base_url=f"{url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        http_client=openai.DefaultHttpxClient(trust_env=False, verify=False),
     ) as client:
         yield client
 

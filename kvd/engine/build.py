@@ -88,10 +88,11 @@ def build_engine(
         max_tokens=min(limits.max_tokens, pool.max_model_len),
         max_seqs=limits.max_seqs, num_blocks=pool.num_blocks, num_groups=len(kv_format.groups),
     )  # fmt: skip
-    with progress.task("Profiling the largest step", None, "steps"):
+    with progress.task("Profiling the largest step", 1, "step") as task:
         scratch_bytes = profiling.cached_scratch_bytes(
             runner, plan, key=f"{__version__}|{key_seed}|{limits}", folder=home / "profiles"
         )
+        task.advance(1)
     if scratch_bytes + pool.kv_bytes > host_memory.available_bytes():
         log(
             "warning",

@@ -87,7 +87,9 @@ def run(loaded: LoadedConfig) -> int:
 
 def wants_dashboard(config: Config) -> bool:
     """Whether to show the dashboard; ConfigError where it is asked for and there is no terminal."""
-    has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    # Textual draws on stderr: with that in a file the screen would end up in there.
+    is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    has_terminal = is_terminal and os.environ.get("TERM") != "dumb"
     if config.dashboard and not has_terminal:
         raise ConfigError("--dashboard: there is no terminal to show it in; leave it away to log to stderr")
     return has_terminal if config.dashboard is None else config.dashboard
