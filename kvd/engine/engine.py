@@ -13,9 +13,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvd.core import EngineInfo, FinishReason, Request, RequestView, Snapshot, StepPlan, TokenEvent
 from kvd.engine.runner import Runner
@@ -54,11 +53,13 @@ class Engine:
         self._wedged_after_seconds = wedged_after_seconds
         self._statistics = Statistics()
         self._streams: dict[str, TokenStream] = {}
+        self._questions: set[asyncio.Future[Any]] = set()  # asked of the engine thread, not answered yet
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._state: Literal["loading", "ready", "draining", "failed"] = "loading"
         self._failure = ""
         self._started = self._last_progress = self._last_published = time.monotonic()
-        self._is_stopping = False
+        self._is_stopping = False  # engine thread
+        self._is_closed = False  # event loop: the engine thread answers nobody any more
         self._details: tuple[float, tuple[RequestView, ...]] = (0.0, ())
         self._snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
@@ -89,11 +90,12 @@ class Engine:
                     self._step()
                 self._publish()
         except BaseException as error:  # a fault of ours: everybody who waits must hear of it
-            self._state, self._failure = "failed", f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
+            self._state = "failed"
             self._log("error", f"the engine stopped: {self._failure}")
             self._log("debug", traceback.format_exc())
-            self._snapshot = replace(self._snapshot, state="failed")
-            self._call_loop(self._fail_streams)
+        finally:
+            self._call_loop(self._close)
 
     def _take_commands(self, timeout: float | None) -> None:
         """Run all commands that have come; wait for the first up to `timeout` seconds (None: until it comes)."""
@@ -208,7 +210,7 @@ class Engine:
         if self._state in ("loading", "draining"):
             raise ServerOverloaded(f"the server is {self._state}; try again later", retry_after_seconds=5)
         if self._state == "failed":
-            raise EngineFailure(f"the engine stopped: {self._failure}")
+            raise self._stopped_error()
         self._scheduler.check(request, num_arriving=self._inbox.qsize())
         assert request.request_id not in self._streams, "request ids are unique"
         stream = TokenStream(request.request_id, self._abort_soon)
@@ -228,22 +230,31 @@ class Engine:
             if event.finish_reason is not None:
                 del self._streams[event.request_id]
 
-    def _fail_streams(self) -> None:
+    def _close(self) -> None:
+        """The engine thread has ended: nobody else will answer those who still wait."""
+        self._is_closed = True
         for request_id in list(self._streams):
             self._dispatch([TokenEvent(request_id, None, 0, 0, 0, finish_reason="error", error=self._failure)])
+        for answer in list(self._questions):
+            _settle(answer, self._stopped_error())
+
+    def _stopped_error(self) -> EngineFailure:
+        return EngineFailure(f"the engine stopped: {self._failure or 'shut down'}")
 
     # ------------------------------------------------------------------ observers and operators (event loop)
 
     async def snapshot(self, *, details: bool = False) -> Snapshot:
         """What the engine last published; with details, the request table as of now or 0.25 s ago."""
-        if not details or not self._thread.is_alive():
-            return self._snapshot
-        taken, requests = self._details
-        if time.monotonic() - taken < DETAILS_INTERVAL_SECONDS:
-            return replace(self._snapshot, requests=requests)
-        requests = await self._ask(self._scheduler.request_views)
-        self._details = (time.monotonic(), requests)
-        return replace(self._snapshot, requests=requests)
+        if details and self._thread.is_alive() and not self._is_closed:
+            taken, requests = self._details
+            if time.monotonic() - taken >= DETAILS_INTERVAL_SECONDS:
+                requests = await self._ask(self._scheduler.request_views)
+                self._details = (time.monotonic(), requests)
+        else:
+            requests = ()
+        # An idle engine publishes nothing, but it ages, and it may be told to stop.
+        uptime = time.monotonic() - self._started
+        return replace(self._snapshot, state=self._state, uptime_seconds=uptime, requests=requests)
 
     async def abort(self, request_id: str) -> bool:
         """End a request on an operator's behalf; False when there is none of that id."""
@@ -254,19 +265,22 @@ class Engine:
         return await self._ask(self._scheduler.reset_cache)
 
     async def _ask(self, question: Callable[[], T]) -> T:
-        """Have the engine thread answer between two steps."""
-        if not self._thread.is_alive():
-            raise EngineFailure(f"the engine stopped: {self._failure or 'shut down'}")
-        answer: Future[T] = Future()
+        """Have the engine thread answer between two steps. Who asks may give up; the question is acted on anyway."""
+        if self._is_closed or not self._thread.is_alive():
+            raise self._stopped_error()
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._questions.add(answer)
+        answer.add_done_callback(self._questions.discard)
 
         def run() -> None:
             try:
-                answer.set_result(question())
+                outcome: T | Exception = question()
             except Exception as error:
-                answer.set_exception(error)
+                outcome = error
+            self._call_loop(lambda: _settle(answer, outcome))
 
         self._inbox.put(run)
-        return await asyncio.wrap_future(answer)
+        return await answer
 
     def health(self) -> str | None:
         """None when all is well, else one line that says what is not."""
@@ -278,6 +292,16 @@ class Engine:
         if self._streams and idle_for > self._wedged_after_seconds:
             return f"no progress for {idle_for:.0f} s while {len(self._streams)} requests wait"
         return None
+
+
+def _settle(answer: asyncio.Future[T], outcome: T | Exception) -> None:
+    """Answer, unless nobody waits any more."""
+    if answer.done():
+        return
+    if isinstance(outcome, Exception):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
 
 
 def void(_: object) -> None:

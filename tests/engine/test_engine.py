@@ -196,6 +196,63 @@ async def test_no_progress_shows_in_health() -> None:
     await fixture.engine.stop(1)
 
 
+async def test_a_question_that_nobody_waits_for_any_more_harms_nobody() -> None:
+    """A dashboard or a client may give up while a long step runs; the engine answers into the void."""
+    fixture = Fixture()
+    await fixture.engine.start()
+    gate, has_begun = threading.Event(), threading.Event()
+
+    def hold(plan: StepPlan) -> None:
+        has_begun.set()
+        gate.wait(10)
+
+    fixture.runner.before_step = hold
+    stream = fixture.engine.submit(request("a"))
+    await until(has_begun.is_set)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await fixture.engine.snapshot(details=True)
+    gate.set()
+    assert (await collect(stream))[-1].finish_reason == "length"
+    assert fixture.engine.health() is None
+    await fixture.engine.stop(1)
+
+
+async def test_a_question_to_an_engine_that_dies_is_answered() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    gate, has_begun = threading.Event(), threading.Event()
+
+    def die(plan: StepPlan) -> None:
+        has_begun.set()
+        gate.wait(10)
+        raise SystemExit("the thread ends")
+
+    fixture.runner.before_step = die
+    stream = fixture.engine.submit(request("a"))
+    await until(has_begun.is_set)
+    asking = asyncio.create_task(fixture.engine.reset_cache())
+    await asyncio.sleep(0)
+    gate.set()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineFailure, match="the thread ends"):
+            await asking
+        assert (await collect(stream))[-1].finish_reason == "error"
+        with pytest.raises(EngineFailure):
+            await fixture.engine.abort("a")
+    await fixture.engine.stop(0)
+
+
+async def test_an_idle_engine_tells_its_age_and_its_state() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    first = await fixture.engine.snapshot()
+    await asyncio.sleep(0.02)
+    assert (await fixture.engine.snapshot()).uptime_seconds > first.uptime_seconds
+    await fixture.engine.stop(0)
+    assert (await fixture.engine.snapshot()).state == "draining"
+
+
 async def test_details_show_the_request_table() -> None:
     fixture = Fixture()
     await fixture.engine.start()
