@@ -54,6 +54,7 @@ class Harness:
         max_seqs: int = 16,
         max_model_len: int = 2048,
         prefix_caching: bool = True,
+        **scheduler_options: float,
     ) -> None:
         self.recorder = Recorder()
         self.now = 0.0
@@ -66,7 +67,10 @@ class Harness:
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs=max_seqs, max_num_batched_tokens=max(chunk, max_seqs), max_model_len=max_model_len
+                max_num_seqs=max_seqs,
+                max_num_batched_tokens=max(chunk, max_seqs),
+                max_model_len=max_model_len,
+                **scheduler_options,  # type: ignore[arg-type]
             ),
             self.manager,
             lambda: self.now,
