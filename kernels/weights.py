@@ -92,6 +92,15 @@ class Linear:
         return self.parts[0].num_inputs
 
 
+def stored_bytes(weight: WeightMatrix) -> int:
+    """Bytes of a matrix in the form that it has here."""
+    if isinstance(weight, FloatWeight):
+        return weight.values.nbytes
+    if isinstance(weight, Int8Weight):
+        return weight.codes.nbytes + weight.scales.nbytes
+    return weight.codes.nbytes + weight.scales.nbytes + weight.offsets.nbytes
+
+
 def dequantize(weight: WeightMatrix) -> torch.Tensor:
     """The exact values as float32 [num_outputs, num_inputs] (float32 holds s·q + o only up to rounding)."""
     if isinstance(weight, FloatWeight):

@@ -11,15 +11,14 @@ import torch
 from kvd_kernels.kv_format import BLOCK_TOKENS
 from kvd_kernels.ops import AttentionSpec, Batch, RopeTable
 from kvd_kernels.reference.elementary import hadamard
-from kvd_kernels.reference.kv_blocks import LayerBlocks, read_blocks, read_scales, to_float
+from kvd_kernels.reference.kv_blocks import LayerBlocks, read_blocks, read_scales
 from kvd_kernels.reference.rope import bias_coefficients, position_rows
 
 
 def _decode(layer: LayerBlocks, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks int32 [E] → K, V float32 [KVH, E · 16, head_dim]."""
     table = entries.unsqueeze(0)
-    k_elements, v_elements = read_blocks(layer, table)
-    k, v = to_float(k_elements, layer.format.k_type), to_float(v_elements, layer.format.v_type)
+    k, v = read_blocks(layer, table)
     if layer.k_scales is not None:
         k = k * read_scales(layer.k_scales, table).unsqueeze(-1)
     if layer.v_scales is not None:

@@ -104,10 +104,18 @@ def write_tokens(layer: LayerBlocks, slots: torch.Tensor, k: torch.Tensor, v: to
         layer.v_scales[blocks, :, tokens] = v_scales
 
 
-def read_blocks(layer: LayerBlocks, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stored K and V of blocks in token order, without scales.
+def _to_float(elements: torch.Tensor, element: ElementType) -> torch.Tensor:
+    """Contiguous float32 of the same shape."""
+    if element in MINI_FLOATS:
+        return MINI_FLOATS[element].decode(elements).contiguous()
+    # One pass that converts and reorders.
+    return torch.empty(elements.shape, dtype=torch.float32).copy_(elements)
 
-    entries: integers [B, E] block ids. Returns K and V [B, kv_heads, E · 16, head_dim] of the stored types.
+
+def read_blocks(layer: LayerBlocks, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stored K and V of blocks in token order as float32, exactly; for int8 the codes without their scales.
+
+    entries: integers [B, E] block ids. Returns K and V [B, kv_heads, E · 16, head_dim].
     """
     num_tables, num_entries = entries.shape
     flat = entries.reshape(-1)
@@ -117,19 +125,14 @@ def read_blocks(layer: LayerBlocks, entries: torch.Tensor) -> tuple[torch.Tensor
     k = k_quads.index_select(0, flat).view(num_tables, num_entries, *k_quads.shape[1:])
     k = k.permute(0, 2, 1, 4, 3).contiguous().view(layer.k.dtype).view(shape)
     v = layer.v.index_select(0, flat).view(num_tables, num_entries, *layer.v.shape[1:])
-    v = v.permute(0, 2, 1, 3, 5, 4).reshape(shape)
-    return k, v
+    v = v.permute(0, 2, 1, 3, 5, 4)
+    return _to_float(k, layer.format.k_type), _to_float(v, layer.format.v_type).view(shape)
 
 
 def read_scales(scales: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
     """float32 [B, kv_heads, E · 16] scales of the blocks `entries`, integers [B, E]."""
     picked = scales.index_select(0, entries.reshape(-1)).view(*entries.shape, *scales.shape[1:])
     return picked.transpose(1, 2).flatten(2).float()
-
-
-def to_float(elements: torch.Tensor, element: ElementType) -> torch.Tensor:
-    """Stored elements → float32, exactly; for int8 the codes without their scale."""
-    return MINI_FLOATS[element].decode(elements) if element in MINI_FLOATS else elements.float()
 
 
 def copy_block(cache: KVCache, group_id: int, source: int, target: int, num_tokens: int) -> None:

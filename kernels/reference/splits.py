@@ -31,7 +31,7 @@ import torch
 from kvd_kernels.kv_format import BLOCK_TOKENS, LayerFormat
 from kvd_kernels.ops import AttentionSpec, RopeTable
 from kvd_kernels.reference.elementary import exp_nonpositive, hadamard, tree_sum
-from kvd_kernels.reference.kv_blocks import LayerBlocks, read_blocks, read_scales, to_float
+from kvd_kernels.reference.kv_blocks import LayerBlocks, read_blocks, read_scales
 from kvd_kernels.reference.quantize import KV_LEVELS, exact_bits, fixed_point, round_to_levels
 from kvd_kernels.reference.rope import bias_coefficients, position_rows
 
@@ -80,7 +80,7 @@ class Split:
     """What the cache holds for B splits of W slots, as integers.
 
     k_codes    float32 or float64 [B, KVH, W, D], k_scales float32 [B, KVH, W]
-    v_codes    float64 [B, KVH, W, D], v_scales float32 [B, KVH, W]
+    v_codes    float32 (int8 values) or float64 [B, KVH, W, D], v_scales float32 [B, KVH, W]
     bias_rows  float64 [B, W, D] or None: fixed-point rows of the rope table, bias_row_scales float32 [B, W]
     positions  int32 [B, W]; beyond every query where a slot is not in use
     """
@@ -157,18 +157,16 @@ def read_split(
     k, v = read_blocks(layer, entries)
     _, bits = exact_bits(spec.head_dim)
     if layer.k_scales is not None:
-        k_codes = k.float()
+        k_codes = k
         k_scales = read_scales(layer.k_scales, entries).masked_fill_(unused, 0.0)
     else:
-        values = to_float(k, layer.format.k_type).masked_fill_(unused.unsqueeze(3), 0.0)
-        k_codes, k_scales = fixed_point(values, bits)
+        k_codes, k_scales = fixed_point(k.masked_fill_(unused.unsqueeze(3), 0.0), bits)
         k_codes = k_codes.double()
     if layer.v_scales is not None:
-        v_codes = v.double()
+        v_codes = v
         v_scales = read_scales(layer.v_scales, entries).masked_fill_(unused, 0.0)
     else:
-        values = to_float(v, layer.format.v_type).masked_fill_(unused.unsqueeze(3), 0.0)
-        v_codes, v_scales = fixed_point(values, exact_bits(SPLIT_SLOTS)[1])
+        v_codes, v_scales = fixed_point(v.masked_fill_(unused.unsqueeze(3), 0.0), exact_bits(SPLIT_SLOTS)[1])
         v_codes = v_codes.double()
     bias_rows = bias_row_scales = None
     if spec.key_bias is not None:
@@ -186,6 +184,21 @@ def hide(queries: Queries, split: Split, window: int) -> torch.Tensor:
     if window:
         hidden |= key_positions <= query_positions - window
     return hidden.to(torch.int32).mul_(_NEGATIVE_INFINITY_BITS).view(torch.float32)
+
+
+def weighted_sum(weights: torch.Tensor, v_codes: torch.Tensor) -> torch.Tensor:
+    """Σ w·v of integers over W slots, exact, then rounded to float32 once.
+
+    weights [B, KVH, R, W], v_codes [B, KVH, W, D]. For int8 values the weights are taken in two digits of base 128,
+    whose sums float32 holds exactly: 255 · 127 · 256 < 2^24.
+    """
+    if v_codes.dtype is torch.float64:
+        return torch.matmul(weights.double(), v_codes).float()
+    high = torch.floor(weights * (1 / 128))
+    low = weights - high * 128
+    sums = torch.matmul(torch.cat((high, low), dim=2), v_codes)
+    num_rows = weights.shape[2]
+    return sums[:, :, :num_rows] * 128 + sums[:, :, num_rows:]
 
 
 def attend_split(queries: Queries, split: Split, spec: AttentionSpec, v_levels: float) -> tuple[Partial, torch.Tensor]:
@@ -206,7 +219,7 @@ def attend_split(queries: Queries, split: Split, spec: AttentionSpec, v_levels: 
     e = exp_nonpositive(scores)
     total = tree_sum(e)
     codes, scales = round_to_levels(e * split.v_scales.unsqueeze(2), v_levels)
-    out = torch.matmul(codes.double(), split.v_codes).float()
+    out = weighted_sum(codes, split.v_codes)
     out *= scales.unsqueeze(3)
     return Partial(peak, total, out), e
 

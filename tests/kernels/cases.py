@@ -174,7 +174,7 @@ QUICK_ATTENTION = (
 FULL_ATTENTION = tuple(
     AttentionCase(
         f"{element}-gqa{groups}-d{head_dim}-w{window}-b{bias:g}{'-holes' if holes else ''}",
-        MIXED + RAGGED,
+        (*MIXED, RAGGED[-1]),
         num_heads=groups * 2,
         num_kv_heads=2,
         head_dim=head_dim,
