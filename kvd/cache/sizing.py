@@ -78,10 +78,10 @@ def size_pool(
         return PoolSize(num_blocks, num_blocks * block_bytes, wanted)
     needed = -(-wanted // BLOCK_SIZE) * block_bytes
     if requested_max_len is None:
-        warning = (
-            f"max_model_len is {fits} instead of the model's {model_max_len}: "
-            f"{model_max_len} tokens need {needed / GIB:.2f} GiB of KV cache, there are {kv_bytes / GIB:.2f} GiB"
-        )
+        reason = f"{model_max_len} tokens need {needed / GIB:.2f} GiB of KV cache, there are {kv_bytes / GIB:.2f} GiB"
+        if num_blocks_override is not None:
+            reason = f"num_gpu_blocks_override gives the KV cache {num_blocks} blocks of {BLOCK_SIZE} tokens"
+        warning = f"max_model_len is {fits} instead of the model's {model_max_len}: {reason}"
         return PoolSize(num_blocks, num_blocks * block_bytes, fits, warning)
     if num_blocks_override is not None:
         warning = (

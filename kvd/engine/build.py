@@ -31,6 +31,7 @@ from kvd.scheduler.scheduler import Scheduler, SchedulerConfig
 from kvd_kernels.kv_format import KVFormat
 from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
+from kvd_kernels.weights import stored_bytes
 
 AUTO_MAX_NUM_SEQS = 16
 AUTO_MAX_BATCHED_TOKENS = 256
@@ -90,7 +91,7 @@ def build_engine(
     )  # fmt: skip
     with progress.task("Profiling the largest step", 1, "step") as task:
         scratch_bytes = profiling.cached_scratch_bytes(
-            runner, plan, key=f"{__version__}|{key_seed}|{limits}", folder=home / "profiles"
+            runner, plan, key=f"{__version__}|{key_seed}|{limits}|{plan.num_tokens}", folder=home / "profiles"
         )
         task.advance(1)
     if scratch_bytes + pool.kv_bytes > host_memory.available_bytes():
@@ -141,10 +142,11 @@ def build_engine(
 
 
 def prepared_weight_bytes(ops: Ops, weights: ModelWeights) -> int:
-    """Bytes of all packed matrices and norms; a tied head shares nothing with the embedding once packed."""
-    from kvd_kernels.weights import Linear
+    """Bytes of all packed matrices and norms.
 
-    total = ops.prepared_bytes(Linear((weights.embedding,))) + ops.prepared_bytes(weights.head)
+    The embedding is looked up in the form that it was loaded in; a tied head is packed beside it.
+    """
+    total = stored_bytes(weights.embedding) + ops.prepared_bytes(weights.head)
     for layer in weights.layers:
         for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
             total += ops.prepared_bytes(linear)

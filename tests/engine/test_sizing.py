@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+import torch
 
 from kvd.cache.sizing import GIB, activation_bytes, concurrency_table, size_pool
+from kvd.engine.build import prepared_weight_bytes
 from kvd.errors import NotEnoughMemory
+from kvd.model.decoder import Decoder
+from kvd.model.loading import load_weights, read_spec, resolve_model
+from kvd.model.progress import QuietProgress
 from kvd.model.spec import ModelSpec, RopeSpec
 from kvd_kernels.kv_format import KVFormat
+from kvd_kernels.registry import create_ops
+from tests.model.checkpoints import make_awq
 
 
 def make_spec(**changes: object) -> ModelSpec:
@@ -87,6 +98,13 @@ def test_an_explicit_number_of_blocks_starts_with_a_warning() -> None:
     assert "160 tokens" in pool.warning
 
 
+def test_a_small_number_of_blocks_is_not_blamed_on_memory() -> None:
+    pool = size(make_spec().kv_format("int8"), 100 * GIB, override=10)
+    assert (pool.num_blocks, pool.max_model_len) == (10, 160)
+    assert "num_gpu_blocks_override" in pool.warning
+    assert "100.00 GiB" not in pool.warning
+
+
 def test_raising_the_length_never_goes_back_to_accepted() -> None:
     kv_format = make_spec().kv_format("int8")
     refused = False
@@ -110,6 +128,31 @@ def test_activation_bytes_grow_with_tokens_and_sequences() -> None:
     one = activation_bytes(spec, max_tokens=1, max_seqs=1, element_bytes=4)
     assert activation_bytes(spec, max_tokens=2, max_seqs=1, element_bytes=4) > one
     assert activation_bytes(spec, max_tokens=1, max_seqs=2, element_bytes=4) - one == 4 * (3584 + 152064)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weight_bytes_are_what_the_decoder_holds(tied: bool, tmp_path: Path) -> None:
+    path = make_awq(tmp_path / "model", base="llama", group_size=64, tie_word_embeddings=tied)
+    quiet = QuietProgress()
+    files = resolve_model(str(path), home=tmp_path / "home", revision=None, progress=quiet)
+    spec = read_spec(files)
+    weights = load_weights(files, spec, progress=quiet)
+    ops = create_ops("reference")
+    expected = prepared_weight_bytes(ops, weights)
+    decoder = Decoder(weights, ops, spec.kv_format("int8"), max_tokens=1, max_seqs=1, max_positions=16, progress=quiet)
+    held = (decoder._embedding, decoder._head, decoder._final_norm, decoder._layers)
+    assert sum(tensor.nbytes for tensor in _tensors(held)) == expected
 
 
 def test_concurrency_table_ends_at_the_served_length() -> None:
