@@ -211,7 +211,7 @@ class Engine:
             raise ServerOverloaded(f"the server is {self._state}; try again later", retry_after_seconds=5)
         if self._state == "failed":
             raise self._stopped_error()
-        self._scheduler.check(request, num_arriving=self._inbox.qsize())
+        self._scheduler.check(request, num_present=len(self._streams))
         assert request.request_id not in self._streams, "request ids are unique"
         stream = TokenStream(request.request_id, self._abort_soon)
         self._streams[request.request_id] = stream

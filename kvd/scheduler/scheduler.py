@@ -90,15 +90,16 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def check(self, request: Request, *, num_arriving: int = 0) -> None:
+    def check(self, request: Request, *, num_present: int | None = None) -> None:
         """Refuse what can never run, and what is too much now.
 
-        `num_arriving`: requests that were checked and are on their way to `add`; they count as waiting.
+        `num_present`: requests that have not ended, those on their way to `add` included; None: those added.
         Raises RequestError (no prompt), ContextLengthExceeded or ServerOverloaded. Any thread.
         """
         check_length(request, self.config.max_model_len, self.cache.capacity_tokens)
         limit = self.config.max_num_seqs + self.config.max_waiting
-        num_present = len(self._states) + num_arriving
+        if num_present is None:
+            num_present = len(self._states)
         if num_present >= limit:
             raise ServerOverloaded(
                 f"The server is busy with {num_present} requests, of which {self.config.max_num_seqs} may run at "

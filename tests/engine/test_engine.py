@@ -181,6 +181,26 @@ async def test_a_full_queue_refuses_at_once() -> None:
     await fixture.engine.stop(1)
 
 
+async def test_only_requests_fill_the_queue() -> None:
+    """Questions and aborts on their way to the engine thread are no requests; a request that has ended is none."""
+    fixture = Fixture(max_waiting=2)
+    await fixture.engine.start()
+    gate, has_begun = threading.Event(), threading.Event()
+    fixture.runner.before_step = lambda plan: void((has_begun.set(), gate.wait(10)))
+    streams = [fixture.engine.submit(request("r0"))]
+    await until(has_begun.is_set)
+    questions = [asyncio.create_task(fixture.engine.abort("nobody")) for _ in range(10)]
+    await asyncio.sleep(0)
+    streams += [fixture.engine.submit(request(f"r{number}")) for number in range(1, 6)]
+    with pytest.raises(ServerOverloaded, match="6 requests"):
+        fixture.engine.submit(request("r6"))
+    gate.set()
+    for stream in streams:
+        assert (await collect(stream))[-1].finish_reason == "length"
+    assert not any(await asyncio.gather(*questions))
+    await fixture.engine.stop(1)
+
+
 async def test_no_progress_shows_in_health() -> None:
     fixture = Fixture()
     fixture.engine._wedged_after_seconds = 0.05

@@ -179,7 +179,7 @@ def test_case_19_a_full_queue_refuses_and_arrivals_on_their_way_count() -> None:
     driver.scheduler.abort("r1", "abort")
     driver.scheduler.check(make_request("r3", 5))
     with pytest.raises(ServerOverloaded):
-        driver.scheduler.check(make_request("r3", 5), num_arriving=1)
+        driver.scheduler.check(make_request("r3", 5), num_present=3)
 
 
 def test_deadline_and_queue_timeout() -> None:
