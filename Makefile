@@ -9,7 +9,7 @@ INPUTS := pyproject.toml packaging/constraints.txt packaging/make_venv.sh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv serve test check check-full docs clean
+.PHONY: help venv serve test check check-full docs picture clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' Makefile
@@ -35,6 +35,9 @@ check: $(VENV)/.made-dev build/typing/kvd_kernels ## format, lint, types
 
 docs: venv ## write what is generated from the program: kvd.yaml and tables in docs/
 	$(RUN) packaging/make_docs.py
+
+picture: venv ## take docs/dashboard.svg from the real dashboard under real load
+	$(RUN) packaging/make_picture.py
 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -129,6 +129,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Read when torch loads. Threads that spin while they wait take the processor from the event loop, and from
+    # every neighbour: beside three busy processes on two cores a decode step took ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = _dispatch(words)
         sys.stdout.flush()

@@ -9,6 +9,9 @@ import pytest
 
 from kvd.model.files import ModelFiles
 
+# As the program does it, before anything imports torch: spinning threads would starve each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(scope="session")
 def kvd_home() -> Path:
