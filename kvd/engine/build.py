@@ -86,8 +86,8 @@ def build_engine(
         draw_seed=lambda: generator.getrandbits(63), observer=observer,
     )  # fmt: skip
     plan = profiling.largest_step(
-        max_tokens=min(limits.max_tokens, pool.max_model_len),
-        max_seqs=limits.max_seqs, num_blocks=pool.num_blocks, num_groups=len(kv_format.groups),
+        max_tokens=limits.max_tokens, max_seqs=limits.max_seqs, max_model_len=pool.max_model_len,
+        num_blocks=pool.num_blocks, num_groups=len(kv_format.groups),
     )  # fmt: skip
     with progress.task("Profiling the largest step", 1, "step") as task:
         scratch_bytes = profiling.cached_scratch_bytes(

@@ -18,18 +18,27 @@ def available_bytes() -> int:
     else:
         raise OSError("/proc/meminfo has no MemAvailable line")
     limits = [
-        _headroom(_CGROUP_V2 / "memory.max", _CGROUP_V2 / "memory.current"),
-        _headroom(_CGROUP_V1 / "memory.limit_in_bytes", _CGROUP_V1 / "memory.usage_in_bytes"),
+        _headroom(_CGROUP_V2, "memory.max", "memory.current", "inactive_file"),
+        _headroom(_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ]
     return min([available, *(limit for limit in limits if limit is not None)])
 
 
-def _headroom(limit_file: Path, usage_file: Path) -> int | None:
+def _headroom(group: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> int | None:
+    """Bytes below the limit of a control group; None without one. Pages of files that nobody reads count as free."""
     try:
-        limit, usage = limit_file.read_text().strip(), int(usage_file.read_text())
+        limit, usage = (group / limit_name).read_text().strip(), int((group / usage_name).read_text())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - usage)
+    return None if limit == "max" else max(0, int(limit) - usage + _reclaimable_bytes(group, reclaimable_name))
+
+
+def _reclaimable_bytes(group: Path, name: str) -> int:
+    try:
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(fields.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def resident_bytes() -> int:

@@ -1,7 +1,7 @@
 """Checks the memory formula against one real run of the largest step.
 
-The pass computes the largest prefill that the configuration allows, for as many sequences as may run, and compares the
-memory it took with the formula. A verdict is kept per model, limits and version in the cache folder, so
+The pass computes the largest step that the configuration allows, for as many sequences as may run, and measures what it
+took beside weights and buffers. The number is kept per model, limits and version in the cache folder, so
 that only the first start pays for it.
 """
 
@@ -17,13 +17,19 @@ from kvd.engine import host_memory
 from kvd.engine.runner import Runner
 
 
-def largest_step(*, max_tokens: int, max_seqs: int, num_blocks: int, num_groups: int) -> StepPlan:
-    """One prefill as long as possible beside single tokens of other sequences; every sequence is sampled."""
-    num_short = min(max_seqs - 1, max_tokens - 1, num_blocks - 1)
-    num_long = min(max_tokens - num_short, (num_blocks - num_short) * BLOCK_SIZE)
+def largest_step(*, max_tokens: int, max_seqs: int, max_model_len: int, num_blocks: int, num_groups: int) -> StepPlan:
+    """Prefills as long as possible beside single tokens of other sequences; every sequence is sampled."""
+    lengths = [1] * min(max_seqs, max_tokens, num_blocks)
+    tokens_left, blocks_left = max_tokens - len(lengths), num_blocks - len(lengths)
+    for index in range(len(lengths)):
+        # The sequence's first token came out of the totals already, and so did the block that it lies in.
+        more = min(max_model_len - 1, tokens_left, blocks_left * BLOCK_SIZE + BLOCK_SIZE - 1)
+        lengths[index] += more
+        tokens_left -= more
+        blocks_left -= -(-lengths[index] // BLOCK_SIZE) - 1
     sampling = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
     items, requests, next_block = [], [], 0
-    for slot, num_tokens in enumerate([num_long] + [1] * num_short):
+    for slot, num_tokens in enumerate(lengths):
         count = -(-num_tokens // BLOCK_SIZE)
         table = tuple(range(next_block, next_block + count))
         next_block += count

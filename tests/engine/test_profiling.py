@@ -1,0 +1,56 @@
+"""How much memory there is, and the step that the profiling pass runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvd.engine import host_memory
+from kvd.engine.profiling import largest_step
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_tokens", "num_seqs"),
+    [
+        ({"max_tokens": 256, "max_seqs": 16, "max_model_len": 2048, "num_blocks": 1000}, 256, 16),
+        ({"max_tokens": 256, "max_seqs": 16, "max_model_len": 40, "num_blocks": 1000}, 256, 16),
+        ({"max_tokens": 256, "max_seqs": 2, "max_model_len": 40, "num_blocks": 1000}, 80, 2),
+        ({"max_tokens": 256, "max_seqs": 16, "max_model_len": 2048, "num_blocks": 4}, 64, 4),
+        ({"max_tokens": 256, "max_seqs": 16, "max_model_len": 2048, "num_blocks": 1}, 16, 1),
+        ({"max_tokens": 1, "max_seqs": 1, "max_model_len": 2, "num_blocks": 8}, 1, 1),
+        ({"max_tokens": 16, "max_seqs": 16, "max_model_len": 2, "num_blocks": 32}, 16, 16),
+    ],
+)
+def test_the_largest_step_fills_every_limit_and_breaks_none(
+    limits: dict[str, int], num_tokens: int, num_seqs: int
+) -> None:
+    plan = largest_step(**limits, num_groups=2)
+    assert (plan.num_tokens, len(plan.items)) == (num_tokens, num_seqs)
+    assert all(item.samples and item.num_tokens <= limits["max_model_len"] for item in plan.items)
+    used = [block for item in plan.items for block in item.block_tables[0]]
+    assert len(set(used)) == len(used) <= limits["num_blocks"]
+    assert max(used) < limits["num_blocks"]
+    assert all(len(item.block_tables) == 2 for item in plan.items)
+
+
+def test_file_pages_in_a_control_group_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives them up before it refuses memory; reading a large model fills a container with them."""
+    monkeypatch.setattr(host_memory, "_CGROUP_V2", tmp_path / "v2")
+    monkeypatch.setattr(host_memory, "_CGROUP_V1", tmp_path / "v1")
+    for folder, files in {
+        "v2": {"memory.max": "1000000", "memory.current": "900000", "memory.stat": "anon 5\ninactive_file 600000\n"},
+        "v1": {
+            "memory.limit_in_bytes": "9000000",
+            "memory.usage_in_bytes": "8900000",
+            "memory.stat": "inactive_file 1\ntotal_inactive_file 850000\n",
+        },
+    }.items():
+        (tmp_path / folder).mkdir()
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(text)
+    assert host_memory.available_bytes() == 700_000
+    (tmp_path / "v2" / "memory.max").write_text("max")
+    assert host_memory.available_bytes() == 950_000
+    (tmp_path / "v1" / "memory.stat").unlink()
+    assert host_memory.available_bytes() == 100_000
