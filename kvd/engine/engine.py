@@ -132,7 +132,6 @@ class Engine:
             self._is_stopping = True  # the loop is gone: nobody is left to serve
 
     def _add(self, request: Request) -> None:
-        self._last_progress = max(self._last_progress, request.arrival_time)
         try:
             self._scheduler.add(request)
         except Exception as error:
@@ -213,6 +212,8 @@ class Engine:
             raise self._stopped_error()
         self._scheduler.check(request, num_present=len(self._streams))
         assert request.request_id not in self._streams, "request ids are unique"
+        if not self._streams:
+            self._last_progress = time.monotonic()  # nothing was to be done until now
         stream = TokenStream(request.request_id, self._abort_soon)
         self._streams[request.request_id] = stream
         self._inbox.put(lambda: self._add(request))

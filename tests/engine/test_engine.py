@@ -122,6 +122,8 @@ async def test_abort_ends_a_stream_and_is_harmless_twice() -> None:
 async def test_a_step_that_fails_is_reported_and_the_next_request_is_served() -> None:
     fixture = Fixture()
     await fixture.engine.start()
+    await collect(fixture.engine.submit(request("before")))
+    assert (await fixture.engine.snapshot(details=True)).num_blocks_cached
 
     def fail(plan: StepPlan) -> None:
         raise FloatingPointError("logits row 0 is not finite")
@@ -131,6 +133,7 @@ async def test_a_step_that_fails_is_reported_and_the_next_request_is_served() ->
     assert last.finish_reason == "error"
     assert "not finite" in str(last.error)
     assert any(level == "error" for level, _ in fixture.log)
+    assert await fixture.engine.reset_cache() == 0, "what the failed step may have written to is gone already"
     fixture.runner.before_step = lambda plan: None
     assert (await collect(fixture.engine.submit(request("b"))))[-1].finish_reason == "length"
     assert fixture.engine.health() is None
@@ -271,6 +274,17 @@ async def test_an_idle_engine_tells_its_age_and_its_state() -> None:
     assert (await fixture.engine.snapshot()).uptime_seconds > first.uptime_seconds
     await fixture.engine.stop(0)
     assert (await fixture.engine.snapshot()).state == "draining"
+
+
+async def test_idle_time_is_no_lack_of_progress() -> None:
+    fixture = Fixture()
+    fixture.engine._wedged_after_seconds = 0.05
+    await fixture.engine.start()
+    await asyncio.sleep(0.06)
+    stream = fixture.engine.submit(request("a"))
+    assert fixture.engine.health() is None, "the engine thread had no time to see the request"
+    await collect(stream)
+    await fixture.engine.stop(1)
 
 
 async def test_details_show_the_request_table() -> None:
