@@ -60,7 +60,7 @@ class Engine:
         self._started = self._last_progress = self._last_published = time.monotonic()
         self._is_stopping = False  # engine thread
         self._is_closed = False  # event loop: the engine thread answers nobody any more
-        self._details: tuple[float, tuple[RequestView, ...]] = (0.0, ())
+        self._details: tuple[float, tuple[RequestView, ...]] = (float("-inf"), ())
         self._snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
 
@@ -173,6 +173,14 @@ class Engine:
             histograms=self._statistics.freeze(),
         )
 
+    def _list_requests(self) -> tuple[RequestView, ...]:
+        """The request table, built anew when the latest is too old; those who asked during one step share one."""
+        taken, requests = self._details
+        if time.monotonic() - taken >= DETAILS_INTERVAL_SECONDS:
+            requests = self._scheduler.request_views()
+            self._details = (time.monotonic(), requests)
+        return requests
+
     # ------------------------------------------------------------------ life cycle (event loop)
 
     async def start(self) -> None:
@@ -249,8 +257,7 @@ class Engine:
         if details and self._thread.is_alive() and not self._is_closed:
             taken, requests = self._details
             if time.monotonic() - taken >= DETAILS_INTERVAL_SECONDS:
-                requests = await self._ask(self._scheduler.request_views)
-                self._details = (time.monotonic(), requests)
+                requests = await self._ask(self._list_requests)
         else:
             requests = ()
         # An idle engine publishes nothing, but it ages, and it may be told to stop.

@@ -10,7 +10,17 @@ from collections.abc import Callable
 import pytest
 
 from kvd.cache.manager import CacheManager
-from kvd.core import EngineInfo, MemoryBudget, Request, Sample, SamplingParams, StepPlan, StepResult, TokenEvent
+from kvd.core import (
+    EngineInfo,
+    MemoryBudget,
+    Request,
+    RequestView,
+    Sample,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from kvd.engine.engine import Engine
 from kvd.engine.streams import TokenStream
 from kvd.errors import ContextLengthExceeded, EngineFailure, ServerOverloaded
@@ -296,6 +306,31 @@ async def test_details_show_the_request_table() -> None:
     snapshot = await fixture.engine.snapshot(details=True)
     assert [view.request_id for view in snapshot.requests] == ["a"]
     stream.abort()
+    await fixture.engine.stop(1)
+
+
+async def test_observers_that_ask_during_one_step_share_one_request_table() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    gate, has_begun = threading.Event(), threading.Event()
+    fixture.runner.before_step = lambda plan: void((has_begun.set(), gate.wait(10)))
+    stream = fixture.engine.submit(request("a", max_tokens=1))
+    await until(has_begun.is_set)
+    num_built = 0
+    build = fixture.engine._scheduler.request_views
+
+    def count() -> tuple[RequestView, ...]:
+        nonlocal num_built
+        num_built += 1
+        return build()
+
+    fixture.engine._scheduler.request_views = count  # type: ignore[method-assign]
+    observers = [asyncio.create_task(fixture.engine.snapshot(details=True)) for _ in range(5)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*observers)
+    assert num_built == 1
+    await collect(stream)
     await fixture.engine.stop(1)
 
 
