@@ -56,9 +56,9 @@ STORED = {
     "a16": Tolerance(absolute=0.51),
 }
 ATTENTION_INT8 = {
-    # The query is rounded to int8: |Δscore| has a deviation of about 0.006 for normal q and k, and weights change
-    # by that much relative to each other; rounding w to 15 bits is far below. Values are normal, |v| up to 5.
-    "a8": Tolerance(absolute=2.5e-2),
+    # The oracle rounds the query to int8 as a8 states it. Where float32 and float64 stand on two sides of a tie a
+    # code differs by one: 0.02 · |k_d| · scale < 0.01 in a score, and about half as much in an output; else 1e-4.
+    "a8": Tolerance(absolute=5e-3),
     # 16-bit query taken as it is; float32 sums; output rounded to float16 (2^-11 of up to 5).
     "a16": Tolerance(absolute=1e-4, relative=5e-4),
 }
@@ -68,9 +68,8 @@ ATTENTION_16BIT = {
     "a16": Tolerance(absolute=1e-4, relative=5e-4),  # as for int8
 }
 ATTENTION_GIANT_BIAS = {
-    # Scores reach some hundreds through the bias: their float32 rounding alone (ulp 3e-5, a few of them) comes on
-    # top of the rounding of the int8 query.
-    "a8": Tolerance(absolute=4e-2),
+    # Scores reach some hundreds through the bias: a few float32 roundings of them (ulp 3e-5) come on top.
+    "a8": Tolerance(absolute=6e-3),
     "a16": Tolerance(absolute=2e-3, relative=5e-4),
 }
 MASS = {

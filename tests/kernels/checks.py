@@ -39,7 +39,9 @@ def check_linear(ops: Ops, case: LinearCase, n: int) -> None:
     assert_rest_untouched(out, n)
 
 
-def expected_attention(inputs: AttentionInputs, q: torch.Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
+def expected_attention(
+    inputs: AttentionInputs, q: torch.Tensor, arithmetic: str
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Oracle over all sequences: out [tokens, heads · head_dim], and mass per table entry of each sequence."""
     case, spec = inputs.case, inputs.spec
     access = inputs.layer_bytes()
@@ -64,6 +66,7 @@ def expected_attention(inputs: AttentionInputs, q: torch.Tensor) -> tuple[np.nda
             window=case.window,
             rotation_size=inputs.layer.rotation_size if case.rotated else 0,
             bias_keys=bias_keys,
+            rounds_query=arithmetic == "a8" and case.element == "int8",
         )
         outs.append(out.reshape(new, -1))
         padded = np.zeros(len(inputs.tables[s]) * BLOCK_TOKENS)
@@ -86,7 +89,7 @@ def check_attention(ops: Ops, case: AttentionCase, seed: int = 0) -> None:
     ops.attend(batch, q, inputs.rope, inputs.cache, inputs.spec, out, mass)
     for pool, old in zip(inputs.cache.pools, before, strict=True):
         assert torch.equal(pool, old), "attention wrote into the cache"
-    expected, masses = expected_attention(inputs, q[:n])
+    expected, masses = expected_attention(inputs, q[:n], ops.arithmetic)
     table = cases.ATTENTION_INT8 if case.element == "int8" else cases.ATTENTION_16BIT
     if case.key_bias > 10:
         table = cases.ATTENTION_GIANT_BIAS

@@ -216,19 +216,24 @@ def attention(
     window: int,
     rotation_size: int,
     bias_keys: Array | None,
+    rounds_query: bool,
 ) -> tuple[Array, Array]:
     """One sequence: (out [tokens, heads, head_dim], softmax weight per slot summed over tokens and heads).
 
     q [tokens, heads, head_dim] after RoPE; k, v [slots, kv_heads, head_dim] as stored; rotation_size 0: not rotated;
-    bias_keys [slots, kv_heads, head_dim]: RoPE(bias) of every slot, to be added to the keys.
+    bias_keys [slots, kv_heads, head_dim]: RoPE(bias) of every slot, to be added to the keys; rounds_query: the rotated
+    query is int8 per token and head against the stored keys, as a8 states it for int8 keys.
     """
     num_heads, head_dim = q.shape[1:]
-    if rotation_size:
-        k = k @ hadamard_matrix(head_dim, rotation_size)  # orthonormal and symmetric: its own inverse
-    if bias_keys is not None:
-        k = k + bias_keys
     kv_head = np.arange(num_heads) // (num_heads // k.shape[1])
-    scores = np.einsum("thd,shd->ths", q, k[:, kv_head]) * scale
+    rotated = q @ hadamard_matrix(head_dim, rotation_size) if rotation_size else q
+    if rounds_query:
+        step = np.abs(rotated).max(axis=2, keepdims=True) / 127
+        rotated = np.rint(rotated / step) * step
+    scores = np.einsum("thd,shd->ths", rotated, k[:, kv_head])
+    if bias_keys is not None:
+        scores = scores + np.einsum("thd,shd->ths", q, bias_keys[:, kv_head])
+    scores = scores * scale
     visible = key_positions[None, :] <= query_positions[:, None]
     if window:
         visible &= key_positions[None, :] > query_positions[:, None] - window
