@@ -87,18 +87,16 @@ def test_prefix_hit(default_decoder, prompt, alone) -> None:
 
 
 def test_forced_preemption(default_decoder, default_tokenizer, prompt, alone) -> None:
-    """Two requests in a pool that cannot hold both to their ends: one loses its blocks and is recomputed."""
-    needed = -(-(len(prompt) + NUM_TOKENS) // 16)
-    first = greedy("first", default_tokenizer.encode(OTHERS[2]).ids, 60)
-    preempted = False
-    for num_blocks in range(needed, needed + 5):
-        harness = Harness(default_decoder, num_blocks=num_blocks, prefix_caching=False)
-        harness.run([first, greedy("it", prompt, NUM_TOKENS)])
-        assert_same_bytes(harness.recorder.rows_of("it"), alone)
-        preempted |= any(times > 1 for (owner, _), times in harness.recorder.computed_times.items() if owner == "it")
-        if preempted:
-            break
-    assert preempted, "no pool size made the scheduler take the request's blocks away"
+    """An older request needs one more block than the pool has: this one loses its own and is recomputed."""
+    first = greedy("first", default_tokenizer.encode("Once upon a time " * 4).ids[:14], 30)
+    num_blocks = 1 + -(-(len(prompt) + NUM_TOKENS) // 16)
+    careless = {"expected_growth_factor": 0.0, "min_expected_growth_tokens": 0}
+    harness = Harness(default_decoder, num_blocks=num_blocks, prefix_caching=False, **careless)
+    harness.run([first, greedy("it", prompt, NUM_TOKENS)])
+    assert harness.scheduler.counters().num_preemptions == 1
+    num_rows = len(harness.recorder.rows_of("it"))
+    assert harness.recorder.num_computed("it") > len(prompt) + num_rows, "nothing was computed twice"
+    assert_same_bytes(harness.recorder.rows_of("it"), alone)
 
 
 @pytest.fixture
