@@ -25,7 +25,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     state.check_accepting()
     body = await read_request(request, state, ChatRequest)
     model = state.resolve_model(body.model)
-    body.check(state.text.vocab_size)
+    body.check(state.vocab_size)
     body.refuse_unsupported()
     job = await _make_job(state, body, request_id, describe_client(request))
     answer = _Answer(
@@ -42,7 +42,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def _make_job(state: ServerState, body: ChatRequest, request_id: str, client: str) -> GenerationJob:
     prompt = await encode_chat_request(state, body)
     sampling = body.resolve_sampling(
-        vocab_size=state.text.vocab_size,
+        vocab_size=state.vocab_size,
         defaults=state.settings.default_sampling,
         end_token_ids=state.settings.end_token_ids,
         max_tokens=clamp_max_tokens(state, len(prompt), body.requested_tokens, param="messages"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from kvd.server.common_types import GenerationFields, check_max_tokens
 from kvd.server.responses import invalid
 from kvd.server.validation import check_range, check_token_ids, unsupported
 
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 2048
 
 Prompt = str | tuple[int, ...]
 """One prompt: text, or token ids that are taken as they are."""
@@ -48,10 +51,12 @@ class CompletionRequest(GenerationFields, kw_only=True):
         """One entry per prompt; a 400 where kinds are mixed or there are none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        kinds = {type(item) for item in self.prompt}
+        kinds = set(map(type, self.prompt))
         if len(kinds) != 1:
             reason = "must not mix strings, token ids and lists" if kinds else "must not be empty"
             raise invalid("prompt", f"'prompt' {reason}")
         if kinds == {int}:
-            return [tuple(item for item in self.prompt if isinstance(item, int))]
+            return [tuple(cast(list[int], self.prompt))]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise invalid("prompt", f"'prompt' has {len(self.prompt)} prompts; at most {MAX_PROMPTS}")
         return [item if isinstance(item, str) else tuple(item) for item in self.prompt if not isinstance(item, int)]

@@ -26,7 +26,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     state.check_accepting()
     body = await read_request(request, state, CompletionRequest)
     model = state.resolve_model(body.model)
-    body.check(state.text.vocab_size)
+    body.check(state.vocab_size)
     body.refuse_unsupported()
     job = await _make_job(state, body, request_id, describe_client(request))
     answer = _Answer(
@@ -49,7 +49,7 @@ async def _make_job(state: ServerState, body: CompletionRequest, request_id: str
     prompts = [await encode_prompt(state, prompt) for prompt in body.prompts()]
     samplings = [
         body.resolve_sampling(
-            vocab_size=state.text.vocab_size,
+            vocab_size=state.vocab_size,
             defaults=state.settings.default_sampling,
             end_token_ids=state.settings.end_token_ids,
             max_tokens=clamp_max_tokens(state, len(prompt), wanted, param="prompt"),

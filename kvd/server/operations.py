@@ -112,7 +112,7 @@ async def _encode(state: ServerState, body: TokenizeRequest) -> list[int]:
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        chat.check(state.text.vocab_size)
+        chat.check(state.vocab_size)
         return await encode_chat_request(state, chat)
     assert body.prompt is not None
     token_ids = await encode_text(state, body.prompt)

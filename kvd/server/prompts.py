@@ -19,6 +19,9 @@ from kvd.server.validation import decode_body
 
 T = TypeVar("T")
 
+MESSAGE_CHARACTERS = 64
+"""What a message costs beside its text, expressed in characters."""
+
 INLINE_BODY_BYTES = 128 * 1024
 """Larger bodies are parsed in a worker thread: parsing 1 MB takes a millisecond or more."""
 
@@ -42,7 +45,11 @@ async def read_request(request: web.Request, state: ServerState, model: type[T])
 
 async def encode_text(state: ServerState, text: str) -> list[int]:
     """Token ids of a plain prompt."""
-    return await _inline_or_thread(state, len(text), lambda: state.text.encode_prompt(text))
+    limit = state.engine.info.max_model_len
+    token_ids = await _inline_or_thread(
+        state, len(text), lambda: state.text.encode_prompt(text, limit_tokens=limit), param="prompt"
+    )
+    return _check_known(state, token_ids, param="prompt")
 
 
 async def encode_chat_request(state: ServerState, body: ChatRequest) -> list[int]:
@@ -54,9 +61,15 @@ async def encode_chat_request(state: ServerState, body: ChatRequest) -> list[int
             add_generation_prompt=body.opens_answer,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs,
+            limit_tokens=state.engine.info.max_model_len,
         )
 
-    return await _inline_or_thread(state, sum(message.num_characters for message in body.messages), render)
+    if body.chat_template_kwargs:  # of any size and shape
+        token_ids = await _in_thread(render, param="messages")
+    else:
+        num_characters = sum(MESSAGE_CHARACTERS + message.num_characters for message in body.messages)
+        token_ids = await _inline_or_thread(state, num_characters, render, param="messages")
+    return _check_known(state, token_ids, param="messages")
 
 
 async def encode_prompt(state: ServerState, prompt: Prompt) -> tuple[int, ...]:
@@ -82,7 +95,32 @@ def clamp_max_tokens(state: ServerState, num_prompt_tokens: int, wanted: int | N
     return remaining if wanted is None else min(wanted, remaining)
 
 
-async def _inline_or_thread(state: ServerState, num_characters: int, work: Callable[[], list[int]]) -> list[int]:
-    if num_characters <= state.settings.inline_characters:
+def _check_known(state: ServerState, token_ids: list[int], *, param: str) -> list[int]:
+    """Refuse tokens that somebody added to the tokenizer and not to the model."""
+    vocab_size = state.engine.info.vocab_size
+    if token_ids and (highest := max(token_ids)) >= vocab_size:
+        raise RequestError(
+            f"the prompt has token id {highest} of the tokenizer, but the model knows {vocab_size} tokens only",
+            param=param,
+        )
+    return token_ids
+
+
+async def _inline_or_thread(
+    state: ServerState, num_characters: int, work: Callable[[], list[int]], *, param: str
+) -> list[int]:
+    if num_characters > state.settings.inline_characters:
+        return await _in_thread(work, param=param)
+    return _blaming(work, param)
+
+
+async def _in_thread(work: Callable[[], list[int]], *, param: str) -> list[int]:
+    return await asyncio.to_thread(_blaming, work, param)
+
+
+def _blaming(work: Callable[[], list[int]], param: str) -> list[int]:
+    try:
         return work()
-    return await asyncio.to_thread(work)
+    except ContextLengthExceeded as error:
+        error.param = param
+        raise

@@ -42,6 +42,11 @@ class ServerState:
         return self.settings.served_names or self.engine.info.served_names
 
     @property
+    def vocab_size(self) -> int:
+        """Ids below it are tokens of both tokenizer and model."""
+        return min(self.text.vocab_size, self.engine.info.vocab_size)
+
+    @property
     def listed_names(self) -> tuple[str, ...]:
         """The names that clients are shown: the wildcard is no name."""
         return tuple(name for name in self.served_names if name != "*") or (self.engine.info.model,)

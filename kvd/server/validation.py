@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -109,9 +109,11 @@ def check_choice(name: str, value: str | None, choices: Iterable[str]) -> None:
         raise invalid(name, f"'{name}' must be one of {', '.join(known)}, not '{short(value)}'")
 
 
-def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Raise unless every id lies in the vocabulary."""
-    for token_id in token_ids:
+    if not token_ids:
+        return
+    for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:
             raise invalid(name, f"'{name}' has token id {short(token_id)}, but the vocabulary has {vocab_size} tokens")
 

@@ -47,9 +47,12 @@ class TextModel:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a plain prompt; what looks like a control token in it is text."""
-        return self._with_bos(self._tokenizer.encode(text))
+    def encode_prompt(self, text: str, *, limit_tokens: int | None = None) -> list[int]:
+        """Token ids of a plain prompt; what looks like a control token in it is text.
+
+        Raises ContextLengthExceeded for text that is far longer than `limit_tokens`; see `Tokenizer.encode`.
+        """
+        return self._with_bos(self._tokenizer.encode(text, limit_tokens=limit_tokens))
 
     def encode_chat(
         self,
@@ -59,11 +62,13 @@ class TextModel:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        limit_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation (OpenAI's message objects), rendered by the model's chat template.
 
         `continue_final_message` renders without generation prompt and leaves the last message, the assistant's,
-        open. Raises RequestError (400) when there is no template, or when it refuses the messages.
+        open. Raises RequestError (400) when there is no template, or when it refuses the messages, and
+        ContextLengthExceeded like `encode_prompt`.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
@@ -75,7 +80,7 @@ class TextModel:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-        return self._with_bos(self._tokenizer.encode(rendered.text, rendered.control_spans))
+        return self._with_bos(self._tokenizer.encode(rendered.text, rendered.control_spans, limit_tokens=limit_tokens))
 
     def _with_bos(self, token_ids: list[int]) -> list[int]:
         bos = self._bos_token_id

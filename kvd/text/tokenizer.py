@@ -20,9 +20,16 @@ from typing import Any
 
 import tokenizers
 
-from kvd.errors import CheckpointError, RequestError, StartupError
+from kvd.errors import CheckpointError, ContextLengthExceeded, RequestError, StartupError
 from kvd.text.literals import ControlTokens
 from kvd.text.token_table import TokenTable
+
+_LONG_CHARACTERS = 4096
+_EXACT_CHARACTERS = 2**18
+"""A text up to here is encoded and counted whatever the limit; tokens take some 400 bytes each on the way."""
+_CHARACTERS_PER_TOKEN = 8
+_CUT_TOKENS = 128
+"""More than a text gains in tokens when it is cut off: its last word, or a secret name, falls into pieces."""
 
 _CONTROL_FORM = re.compile(r"<\|.*\|>|<｜.*｜>", re.DOTALL)
 
@@ -72,10 +79,14 @@ class Tokenizer:
                 raise CheckpointError(f"{path}: the added token {text!r} does not get its id {token_id}")
         self.vocab_size = len(self.table.token_bytes)
 
-    def encode(self, text: str, control_spans: Sequence[tuple[int, int]] = ()) -> list[int]:
+    def encode(
+        self, text: str, control_spans: Sequence[tuple[int, int]] = (), *, limit_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of `text`, in which exactly `control_spans` are control tokens.
 
-        Raises RequestError for text that is not valid Unicode (an unpaired surrogate).
+        Raises RequestError for text that is not valid Unicode (an unpaired surrogate), and ContextLengthExceeded for
+        text far longer than `limit_tokens`, of which only the beginning is looked at: memory follows the limit, not
+        the text. A text that is a little too long is encoded.
         """
         if control_spans:
             parts: list[str] = []
@@ -89,7 +100,28 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError("the text has an unpaired surrogate, which is not a character") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if limit_tokens is not None:
+            self._refuse_endless(text, limit_tokens)
+        return self._ids(text)
+
+    def _refuse_endless(self, text: str, limit_tokens: int) -> None:
+        num_characters = max(_EXACT_CHARACTERS, _CHARACTERS_PER_TOKEN * limit_tokens)
+        while num_characters < len(text):
+            least = len(self._ids(text[:num_characters])) - _CUT_TOKENS
+            if least >= limit_tokens:
+                raise ContextLengthExceeded(
+                    f"This model's maximum context length is {limit_tokens} tokens, but the prompt has more than "
+                    f"{least} tokens, which leaves no room for an answer.",
+                    num_prompt_tokens=least,
+                    limit_tokens=limit_tokens,
+                )
+            num_characters *= 2
+
+    def _ids(self, text: str) -> list[int]:
+        if len(text) <= _LONG_CHARACTERS:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        else:  # only the methods for batches let other threads run meanwhile
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
 

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from kvd.errors import ContextLengthExceeded, ServerOverloaded
-from tests.server.conftest import Harness
-from tests.server.fakes import BEGIN, MAX_MODEL_LEN, MODEL, parse_events
+from tests.server.conftest import Harness, StartServer
+from tests.server.fakes import BEGIN, MAX_MODEL_LEN, MODEL, build_info, parse_events
 
 
 async def test_answer_has_every_field(harness: Harness) -> None:
@@ -212,3 +212,36 @@ async def test_a_failure_of_one_prompt_ends_the_others(harness: Harness, stream:
     assert status == 500
     assert "planted" in answer["error"]["message"]
     assert harness.engine.running_ids == set()
+
+
+async def test_tokens_that_only_the_tokenizer_has(start_server: StartServer) -> None:
+    """Tokens added to a tokenizer alone would index past the embedding, and fail every request of their step."""
+    harness = await start_server()
+    highest = max(harness.engine.text.encode_prompt("Hello é"))
+    harness.engine.info = build_info(vocab_size=highest)
+    for body in ({"prompt": [highest]}, {"prompt": "Hello é"}, {"prompt": "a", "logit_bias": {str(highest): 1}}):
+        status, answer = await harness.post("/v1/completions", {**body, "max_tokens": 1})
+        assert status == 400, answer
+        assert answer["error"]["param"] == ("prompt" if len(body) == 1 else "logit_bias")
+        assert str(highest) in answer["error"]["message"]
+    status, _ = await harness.post("/v1/completions", {"prompt": [highest - 1], "max_tokens": 1})
+    assert status == 200
+
+
+async def test_a_million_prompts_are_refused_before_one_is_encoded(harness: Harness) -> None:
+    for prompts in (["a"] * 2049, [[1]] * 2049):
+        status, answer = await harness.post("/v1/completions", {"prompt": prompts})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert answer["error"]["message"] == "'prompt' has 2049 prompts; at most 2048"
+    assert not harness.engine.submitted
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_an_endless_text_is_refused_by_its_beginning(harness: Harness, path: str) -> None:
+    text = "a b " * 200_000
+    is_chat = "chat" in path
+    body = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    status, answer = await harness.post(path, body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == ("messages" if is_chat else "prompt")
+    assert MAX_MODEL_LEN < answer["error"]["n_prompt_tokens"] < len(text) // 2

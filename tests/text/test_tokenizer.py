@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvd.errors import CheckpointError, RequestError, UnsupportedModel
+from kvd.errors import CheckpointError, ContextLengthExceeded, RequestError, UnsupportedModel
 from kvd.text import TextModel
 from kvd.text.tokenizer import Tokenizer
 
@@ -198,3 +198,23 @@ def test_prompt_has_bos_once_whatever_the_post_processor_does(any_tokenizer: Pat
         ids = text_model.encode_prompt(text)
         assert ids.count(bos) == adds_bos
         assert not adds_bos or ids[0] == bos
+
+
+def test_long_text_is_encoded_as_by_the_library(any_tokenizer: Path) -> None:
+    text = "The quick brown fox, 日本語. " * 300
+    assert Tokenizer(any_tokenizer).encode(text) == library(any_tokenizer).encode(text, add_special_tokens=False).ids
+
+
+def test_of_an_endless_text_only_the_beginning_is_encoded(any_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory follows the limit: tokens of the whole text would take thousands of times its own bytes."""
+    monkeypatch.setattr("kvd.text.tokenizer._EXACT_CHARACTERS", 4000)
+    ours, text = Tokenizer(any_tokenizer), "The fox. " * 10_000
+    num_tokens = len(ours.encode(text))
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 100 tokens") as refused:
+        ours.encode(text, limit_tokens=100)
+    assert 100 <= refused.value.extra["n_prompt_tokens"] < 4000
+    with pytest.raises(ContextLengthExceeded):
+        ours.encode(text, limit_tokens=num_tokens // 8)
+    # Near the limit, on either side of it, the answer is the tokens themselves.
+    assert len(ours.encode(text, limit_tokens=num_tokens)) == num_tokens
+    assert len(ours.encode(text, limit_tokens=num_tokens - 1)) == num_tokens
