@@ -67,8 +67,8 @@ def read_awq_config(config: dict[str, Any], source: str, directory: Path | None)
     if settings.get("backend") == "llm-awq":
         raise UnsupportedModel(f"{source}: AWQ backend 'llm-awq' is not served; kvd reads AutoAWQ's format")
     bits = settings.get("bits", 4)
-    if bits != 4:
-        raise UnsupportedModel(f"{source}: AWQ with {bits} bits is not served; kvd reads 4 bits")
+    if bits != 4 or isinstance(bits, bool):
+        raise UnsupportedModel(f"{source}: AWQ with {bits!r} bits is not served; kvd reads 4 bits")
     group_size = settings.get("group_size", 128)
     if group_size not in GROUP_SIZES or isinstance(group_size, bool):
         raise UnsupportedModel(

@@ -18,6 +18,7 @@ from kvd.model.spec import ModelSpec, RopeSpec
 
 SUPPORTED_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 MAX_HEAD_DIM = 256
+MAX_LAYERS = 4096  # far beyond any model, and a list of so many is small
 DEFAULT_ROPE_THETA = 10000.0
 DEFAULT_SLIDING_WINDOW = 4096  # Qwen2Config
 DEFAULT_MAX_WINDOW_LAYERS = 28  # Qwen2Config
@@ -43,7 +44,7 @@ class _Keys:
         return CheckpointError(f"{self.source}: key {key!r} must be {expected}, not {self.config[key]!r}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; required when there is no default."""
+        """A positive integer of at most 31 bits; required when there is no default."""
         value = self.config.get(key)
         if value is None:
             if default is None:
@@ -51,6 +52,8 @@ class _Keys:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.wrong(key, "a positive integer")
+        if value >= 2**31:
+            raise self.wrong(key, "less than 2³¹")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -125,6 +128,8 @@ def read_model_spec(
     keys = _Keys(config, source)
     architecture = read_architecture(config, source)
     num_layers = keys.integer("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise keys.wrong("num_hidden_layers", f"at most {MAX_LAYERS}")
     hidden_size = keys.integer("hidden_size")
     num_heads = keys.integer("num_attention_heads")
     num_kv_heads = keys.integer("num_key_value_heads", num_heads)

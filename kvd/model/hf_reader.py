@@ -8,6 +8,8 @@ Invariant: nothing in a checkpoint is executed. No pickles, no remote code; `aut
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ from kvd.errors import CheckpointError
 from kvd.model.files import ModelFiles
 from kvd.model.storage import read_json_object
 
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("a finite number ≥ 0", lambda value: 0 <= value < math.inf),
+    "top_p": ("a number > 0 and ≤ 1", lambda value: 0 < value <= 1),
+    "top_k": ("a whole number ≥ -1", lambda value: -1 <= value < math.inf and value == int(value)),
+    "min_p": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("a finite number > 0", lambda value: 0 < value < math.inf),
+}
+SAMPLING_KEYS = tuple(_SAMPLING_RANGES)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLOAT_LABELS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
@@ -57,7 +66,7 @@ def read_hf_directory(directory: Path, name: str, shards: tuple[Path, ...]) -> M
         bos_token_id=bos_token_id,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         special_tokens=special_tokens,
-        default_sampling=_sampling(generation),
+        default_sampling=_sampling(generation, directory / "generation_config.json"),
     )
 
 
@@ -143,13 +152,18 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
     return template
 
 
-def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
+def _sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
     """The sampling defaults that kvd knows; null and mistyped values are left out, as if absent."""
-    return {
-        key: generation[key]
-        for key in SAMPLING_KEYS
-        if isinstance(generation.get(key), int | float) and not isinstance(generation[key], bool)
-    }
+    found: dict[str, Any] = {}
+    for key in SAMPLING_KEYS:
+        value = generation.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        expected, is_valid = _SAMPLING_RANGES[key]
+        if not is_valid(value):
+            raise CheckpointError(f"{path}: key {key!r} must be {expected}, not {value!r}")
+        found[key] = max(0, int(value)) if key == "top_k" else value  # -1 is a word for "all"
+    return found
 
 
 def dump_config(config: dict[str, Any]) -> bytes:

@@ -62,8 +62,12 @@ class ModelSpec:
         if kv_cache_dtype in ("int8", "int8_plain"):
             remedied = kv_cache_dtype == "int8"
             layer = LayerFormat(
-                self.num_kv_heads, self.head_dim, "int8", "int8",
-                rotated=remedied, bias_free=remedied and self.qkv_bias,
+                self.num_kv_heads,
+                self.head_dim,
+                "int8",
+                "int8",
+                rotated=remedied,
+                bias_free=remedied and self.qkv_bias,
             )
         elif kv_cache_dtype in ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"):
             element: ElementType = kv_cache_dtype  # type: ignore[assignment]

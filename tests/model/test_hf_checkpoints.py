@@ -340,3 +340,23 @@ def test_models_that_do_not_exist(home: Path, model: str, words: str) -> None:
     with pytest.raises(ModelNotFound, match=words) as caught:
         resolve_model(model, home=home, revision=None, progress=QuietProgress())
     assert isinstance(caught.value, StartupError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("temperature", -1), ("temperature", float("nan")), ("top_p", 0), ("top_p", 7), ("top_k", 1.5), ("top_k", -5),
+     ("min_p", 5), ("repetition_penalty", 0)],
+)  # fmt: skip
+def test_sampling_defaults_out_of_range_are_named(tmp_path: Path, load: Load, key: str, value: float) -> None:
+    path = make_llama(tmp_path / "model")
+    rewrite_json(path / "generation_config.json", **{key: value})
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: key '{key}' must be .*, not {value}"):
+        load(path)
+
+
+def test_sampling_defaults_are_kept(tmp_path: Path, load: Load) -> None:
+    path = make_llama(tmp_path / "model")
+    rewrite_json(path / "generation_config.json", temperature=0, top_p=1, top_k=-1, min_p=None, repetition_penalty=1.1)
+    assert load(path)[0].default_sampling == {
+        "temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1.1,
+    }  # fmt: skip
