@@ -1,8 +1,9 @@
 """The façade that server, dashboard and tools see, and the step loop behind it.
 
 Threads. The event loop calls the public methods. One engine thread owns scheduler, cache, runner and statistics, and
-nobody else touches them. Commands cross to it through a queue of callables, token events cross back in one
-`call_soon_threadsafe` per step, and what observers read is a frozen snapshot that the engine thread publishes.
+nobody else touches them. Commands and questions cross to it through a queue of callables; token events cross back in
+one `call_soon_threadsafe` per step, answers in one each; what observers read is a frozen snapshot that the engine
+thread publishes. When the thread ends, `_close` is the last thing that crosses: it ends all that still wait.
 """
 
 from __future__ import annotations
