@@ -10,7 +10,7 @@ Conventions
   n, on the other rows, on how a prompt was cut into chunks, or on the number of threads.
 
 Arithmetic a8 (CPU). Activations of a linear are rounded to int8 per row and group of min(group, 128) input
-channels: s = absmax / 127 in float32, q = round-half-even(x / s), s = 1 where absmax is 0. Inside a group integers
+channels: s = absmax / 127 in float32 (1 where that is 0), q = round-half-even(x / s), within ±127. Inside a group integers
 are summed exactly; then, groups in ascending order, every operation rounded to float32 on its own (no fma):
 
     y ← 0;  y ← y + s_x · (Σ q_w q_x · s_w + Σ q_x · o_w)        (int4; int8 weights have no o_w term)
@@ -18,7 +18,7 @@ are summed exactly; then, groups in ascending order, every operation rounded to 
 
 A weight group larger than 128 (or a whole row) is cut into activation groups of 128 at most that share s_w and
 o_w. Attention rounds the query to int8 per head, sums q·k exactly, and works in splits of 256 table slots; see
-`reference/attention.py`. Arithmetic a16 (GPU): 16-bit activations, float32 accumulation, no promise on order.
+`reference/splits.py`. Arithmetic a16 (GPU): 16-bit activations, float32 accumulation, no promise on order.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def greedy(ops: Ops, logits: list[float], **parameters: object) -> int:
     return run(ops, [Row(temperature=0.0, logits=logits, **parameters)]).token_ids[0]  # type: ignore[arg-type]
 
 
-def support(ops: Ops, logits: list[float], draws: int = 400, **parameters: object) -> set[int]:
+def support(ops: Ops, logits: list[float], draws: int = 150, **parameters: object) -> set[int]:
     rows = [Row(logits=logits, seed=1, position=i, **parameters) for i in range(draws)]  # type: ignore[arg-type]
     return set(run(ops, rows).token_ids)
 
@@ -163,7 +163,7 @@ def test_ties_at_the_edge_of_top_k_go_to_the_lowest_ids(ops: Ops) -> None:
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.3}])
 def test_frequencies_follow_the_distribution(ops: Ops, parameters: dict[str, float]) -> None:
     logits = np.log([0.35, 0.05, 0.3, 0.2, 0.1])
-    draws = 4000
+    draws = 1500
     ids = run(ops, [Row(logits=logits.tolist(), seed=5, position=i, **parameters) for i in range(draws)]).token_ids  # type: ignore[arg-type]
     p = np.exp(logits / parameters.get("temperature", 1.0))
     p /= p.sum()
