@@ -7,6 +7,7 @@ that only the first start pays for it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -60,7 +61,10 @@ def measure_scratch_bytes(runner: Runner, plan: StepPlan) -> int:
 
 
 def cached_scratch_bytes(runner: Runner, plan: StepPlan, *, key: str, folder: Path) -> int:
-    """`measure_scratch_bytes`, remembered in `folder` under `key`; a damaged record is measured again."""
+    """`measure_scratch_bytes`, remembered in `folder` under `key`.
+
+    A damaged record is measured again; where none can be written, every start measures.
+    """
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
     try:
         record = json.loads(path.read_text())
@@ -69,8 +73,12 @@ def cached_scratch_bytes(runner: Runner, plan: StepPlan, *, key: str, folder: Pa
     except (OSError, ValueError, KeyError, TypeError):
         pass
     measured = measure_scratch_bytes(runner, plan)
-    folder.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({"key": key, "scratch_bytes": measured}))
-    temporary.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"key": key, "scratch_bytes": measured}))
+        temporary.replace(path)
+    except OSError:  # then the next start measures again
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return measured

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.engine import host_memory
+from kvd.core import StepPlan
+from kvd.engine import host_memory, profiling
 from kvd.engine.profiling import largest_step
 
 
@@ -32,6 +33,30 @@ def test_the_largest_step_fills_every_limit_and_breaks_none(
     assert len(set(used)) == len(used) <= limits["num_blocks"]
     assert max(used) < limits["num_blocks"]
     assert all(len(item.block_tables) == 2 for item in plan.items)
+
+
+def test_a_measurement_is_remembered_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that cannot be written to (a read-only mount, a full disk) costs a measurement per start and no more."""
+    num_measured = 0
+
+    def measure(runner: object, plan: StepPlan) -> int:
+        nonlocal num_measured
+        num_measured += 1
+        return 4711
+
+    monkeypatch.setattr(profiling, "measure_scratch_bytes", measure)
+    plan = StepPlan(0, ())
+    (tmp_path / "file").touch()
+
+    def ask(folder: Path, key: str) -> int:
+        return profiling.cached_scratch_bytes(None, plan, key=key, folder=folder)  # type: ignore[arg-type]
+
+    assert [ask(tmp_path / "new", "a"), ask(tmp_path / "new", "a"), num_measured] == [4711, 4711, 1]
+    assert [ask(tmp_path / "new", "b"), num_measured] == [4711, 2]
+    for record in (tmp_path / "new").iterdir():
+        record.write_text("{damaged")
+    assert [ask(tmp_path / "new", "a"), num_measured] == [4711, 3]
+    assert [ask(tmp_path / "file" / "folder", "a"), num_measured] == [4711, 4]
 
 
 def test_file_pages_in_a_control_group_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
