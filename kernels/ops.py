@@ -10,8 +10,8 @@ Conventions
   n, on the other rows, on how a prompt was cut into chunks, or on the number of threads.
 
 Arithmetic a8 (CPU). Activations of a linear are rounded to int8 per row and group of min(group, 128) input
-channels: s = absmax / 127 in float32 (1 where that is 0), q = round-half-even(x / s), within ±127. Inside a group integers
-are summed exactly; then, groups in ascending order, every operation rounded to float32 on its own (no fma):
+channels: s = absmax / 127 in float32 (1 where that is 0), q = round-half-even(x / s), within ±127. Inside a group
+integers are summed exactly; then, groups in ascending order, every operation rounded to float32 on its own (no fma):
 
     y ← 0;  y ← y + s_x · (Σ q_w q_x · s_w + Σ q_x · o_w)        (int4; int8 weights have no o_w term)
     y ← y + bias;  y ← y + residual                              (each where given)

@@ -93,11 +93,14 @@ class PreparedLinear:
     num_outputs: int
 
 
-def unpack_codes(weight: Int4Weight | Int8Weight) -> torch.Tensor:
-    """Codes as float32 [N, K]."""
+def _store_codes(weight: Int4Weight | Int8Weight, out: torch.Tensor) -> None:
+    """Write the codes into out, float32 [K, N]. Transposed as bytes: four times less memory to walk across."""
     if isinstance(weight, Int8Weight):
-        return weight.codes.float()
-    return torch.stack((weight.codes & 15, weight.codes >> 4), dim=2).flatten(1).float()
+        out.copy_(weight.codes.t().contiguous())
+        return
+    pairs = weight.codes.t().contiguous()
+    out[0::2] = pairs & 15
+    out[1::2] = pairs >> 4
 
 
 def _runs(parts: Sequence[WeightMatrix]) -> list[list[WeightMatrix]]:
@@ -121,18 +124,25 @@ def _prepare_integers(weights: Sequence[Int4Weight | Int8Weight]) -> IntegerPart
     assert num_inputs % layout.weight_group == 0, "group size does not divide the input channels"
     num_outputs = sum(weight.num_outputs for weight in weights)
     num_groups = num_inputs // layout.weight_group * layout.cuts
-    codes = torch.empty(num_groups, layout.length, num_outputs)
+    codes = torch.zeros(num_groups, layout.length, num_outputs)
+    # [K, N] without what pads short groups; a view of `codes` where nothing does.
+    by_channel = codes.view(-1, layout.cuts * layout.length, num_outputs)[:, : layout.weight_group].reshape(
+        num_inputs, num_outputs
+    )
     scales = torch.empty(num_groups, num_outputs)
     has_offsets = isinstance(weights[0], Int4Weight)
     offsets = torch.empty(num_groups, num_outputs) if has_offsets else None
     start = 0
     for weight in weights:
         columns = slice(start, start + weight.num_outputs)
-        codes[:, :, columns] = layout.split(unpack_codes(weight)).permute(1, 2, 0)
+        _store_codes(weight, by_channel[:, columns])
         scales[:, columns] = weight.scales.float().repeat_interleave(layout.cuts, dim=1).t()
         if offsets is not None and isinstance(weight, Int4Weight):
             offsets[:, columns] = weight.offsets.float().repeat_interleave(layout.cuts, dim=1).t()
         start = columns.stop
+    if layout.cuts * layout.length != layout.weight_group:
+        groups = by_channel.view(-1, layout.weight_group, num_outputs)
+        codes.view(-1, layout.cuts * layout.length, num_outputs)[:, : layout.weight_group] = groups
     return IntegerPart(layout, codes, scales, offsets)
 
 
