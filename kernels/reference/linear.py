@@ -124,11 +124,7 @@ def _prepare_integers(weights: Sequence[Int4Weight | Int8Weight]) -> IntegerPart
     assert num_inputs % layout.weight_group == 0, "group size does not divide the input channels"
     num_outputs = sum(weight.num_outputs for weight in weights)
     num_groups = num_inputs // layout.weight_group * layout.cuts
-    codes = torch.zeros(num_groups, layout.length, num_outputs)
-    # [K, N] without what pads short groups; a view of `codes` where nothing does.
-    by_channel = codes.view(-1, layout.cuts * layout.length, num_outputs)[:, : layout.weight_group].reshape(
-        num_inputs, num_outputs
-    )
+    by_channel = torch.empty(num_inputs, num_outputs)
     scales = torch.empty(num_groups, num_outputs)
     has_offsets = isinstance(weights[0], Int4Weight)
     offsets = torch.empty(num_groups, num_outputs) if has_offsets else None
@@ -140,9 +136,10 @@ def _prepare_integers(weights: Sequence[Int4Weight | Int8Weight]) -> IntegerPart
         if offsets is not None and isinstance(weight, Int4Weight):
             offsets[:, columns] = weight.offsets.float().repeat_interleave(layout.cuts, dim=1).t()
         start = columns.stop
+    codes = by_channel.view(-1, layout.weight_group, num_outputs)
     if layout.cuts * layout.length != layout.weight_group:
-        groups = by_channel.view(-1, layout.weight_group, num_outputs)
-        codes.view(-1, layout.cuts * layout.length, num_outputs)[:, : layout.weight_group] = groups
+        codes = pad(codes, (0, 0, 0, layout.cuts * layout.length - layout.weight_group))
+    codes = codes.reshape(num_groups, layout.length, num_outputs)
     return IntegerPart(layout, codes, scales, offsets)
 
 
