@@ -133,6 +133,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         """
         top_k = _or(self.top_k, defaults.top_k)
         stop_ids = frozenset(self.stop_token_ids or ())
+        if not self.ignore_eos:
+            stop_ids |= end_token_ids
+        if self.min_tokens and len(stop_ids) >= vocab_size:
+            raise invalid("stop_token_ids", "'min_tokens' and 'stop_token_ids' leave no token to begin with")
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=_or(self.temperature, defaults.temperature),
@@ -145,7 +149,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
             logit_bias=_parse_logit_bias(self.logit_bias, vocab_size),
             seed=self.seed,
             min_tokens=min(_or(self.min_tokens, 0), max_tokens),
-            stop_token_ids=stop_ids if self.ignore_eos else stop_ids | end_token_ids,
+            stop_token_ids=stop_ids,
             num_logprobs=num_logprobs,
         )
 

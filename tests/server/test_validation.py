@@ -193,3 +193,12 @@ async def test_unknown_model(harness: Harness, path: str) -> None:
     assert status == 404
     assert (answer["error"]["type"], answer["error"]["code"]) == ("not_found_error", "model_not_found")
     assert "tiny/test-model, alias" in answer["error"]["message"]
+
+
+async def test_stop_tokens_that_leave_nothing_to_sample(harness: Harness) -> None:
+    everything = list(range(harness.engine.info.vocab_size))
+    error = await harness.chat_error(min_tokens=1, stop_token_ids=everything)
+    assert error["param"] == "stop_token_ids"
+    for body in ({"stop_token_ids": everything}, {"min_tokens": 1, "stop_token_ids": everything[4:]}):
+        status, _ = await harness.post("/v1/chat/completions", {"messages": USER, "max_tokens": 1, **body})
+        assert status == 200
