@@ -9,6 +9,7 @@ command is known.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -26,6 +27,9 @@ from kvd.config_flags import parse_flags
 from kvd.config_load import LoadedConfig, load_config
 from kvd.errors import ConfigError, KvdError
 from kvd.log import write_crash_log
+
+MACHINE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO)
+"""Failures of a named file that are the machine's or the user's, and no fault of ours."""
 
 HELP_FLAGS = ("-h", "--help")
 
@@ -144,9 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KvdError as error:
         return _fail(str(error), error.exit_code)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return _crash(error)
-        return _fail(f"the disk is full{f': {error.filename}' if error.filename else ''}", 1)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _fail(f"the disk is full{f': {error.filename}' if error.filename else ''}", 1)
+        if error.errno in MACHINE_ERRORS and error.filename:
+            return _fail(f"{error.filename}: {error.strerror}{_hint(error.filename)}", 1)
+        return _crash(error)
     except MemoryError:
         return _fail("out of memory", 1)
     except Exception as error:
@@ -293,6 +299,15 @@ def _fail(message: str, code: int) -> int:
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in message).split())
     print(f"kvd: {line}", file=sys.stderr)
     return code
+
+
+def _hint(path: str | bytes) -> str:
+    """What to change where `path` lies in our own folder."""
+    with contextlib.suppress(KvdError):
+        home = load_config(environment=os.environ).config.home_path
+        if Path(os.fsdecode(path)).is_relative_to(home):
+            return "; home (KVD_HOME) must be a directory that can be written"
+    return ""
 
 
 def _crash(error: Exception) -> int:

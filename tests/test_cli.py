@@ -225,3 +225,18 @@ def test_a_reader_that_goes_away_is_no_crash(tmp_path: Path) -> None:
         os.close(writing)
     assert result.stderr == ""
     assert result.returncode == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR])
+def test_a_file_that_cannot_be_reached_is_one_line_and_no_fault_of_ours(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: list[str]) -> int:
+        raise OSError(number, os.strerror(number), "/home/other/kvd")
+
+    replace_command(monkeypatch, "models", fail)
+    assert cli.main(["models"]) == 1
+    assert capsys.readouterr().err == f"kvd: /home/other/kvd: {os.strerror(number)}\n"
+    monkeypatch.setenv("KVD_HOME", "/home/other")
+    assert cli.main(["models"]) == 1
+    assert "home (KVD_HOME) must be a directory that can be written" in capsys.readouterr().err

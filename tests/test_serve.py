@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,10 +19,12 @@ from typing import Any
 
 import pytest
 
+from kvd.config_load import load_config
 from kvd.core import EngineInfo, MemoryBudget
-from kvd.errors import StartupError
+from kvd.errors import CheckpointError, StartupError
 from kvd.tools.banner import budget_lines, client_lines, fitting, size
 from kvd.tools.listen import base_url, close_all, open_sockets
+from kvd.tools.serve import load
 from kvd.tools.waiting_room import WaitingRoom
 from tests.model.checkpoints import make_llama
 
@@ -296,3 +299,13 @@ def test_the_budget_is_told_in_numbers() -> None:
 def test_the_three_things_that_a_client_needs() -> None:
     lines = client_lines("http://x/v1", info(), needs_key=False, key_origin="")
     assert lines[1:] == ["  base URL  http://x/v1", "  API key   none needed", "  model     m, n"]
+
+
+def test_weights_that_overflow_are_the_checkpoints_fault(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflow(*_: Any, **__: Any) -> None:
+        raise FloatingPointError("logits of row 0 are not finite")
+
+    monkeypatch.setattr("kvd.engine.build.build_engine", overflow)
+    config = load_config(None, (), {"KVD_HOME": str(model.parent)}).config
+    with pytest.raises(CheckpointError, match="not finite"):
+        load(dataclasses.replace(config, model=str(model)))

