@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -249,7 +250,7 @@ def test_base_urls() -> None:
     assert base_url("::", 1) == "http://[::1]:1/v1"
 
 
-def test_the_waiting_room_answers_and_hands_the_sockets_over() -> None:
+def test_the_waiting_room_answers_and_hands_the_sockets_over(caplog: pytest.LogCaptureFixture) -> None:
     sockets = open_sockets("127.0.0.1", 0)
     try:
         port = sockets[0].getsockname()[1]
@@ -259,8 +260,18 @@ def test_the_waiting_room_answers_and_hands_the_sockets_over() -> None:
             assert status == 503
             assert set(body["error"]) == {"message", "type", "param", "code"}
             assert body["error"]["code"] == "server_is_overloaded"
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as garbage:
+            garbage.sendall(b"\x16\x03\x01\r\n\r\n")
+            answer = b"".join(iter(lambda: garbage.recv(65536), b""))
+        assert answer.split()[1] == b"400"
+        assert "malformed" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as unfinished:
+            unfinished.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            assert b"503" in unfinished.recv(65536)
         room.close()
         room.close()
+        gc.collect()
+        assert not [record for record in caplog.records if "pending" in record.getMessage()]
         # Nobody answers now, but the address is still taken and connections queue up.
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             pass

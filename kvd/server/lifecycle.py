@@ -7,62 +7,24 @@ Order of the end: new requests are refused (`begin_drain`), the caller lets the 
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
-from kvd.errors import RequestError, StartupError
-from kvd.server.responses import error_response, short
+from kvd.errors import StartupError
+from kvd.server.protocol import JsonServer
 from kvd.server.state import STATE
-
-logger = logging.getLogger("kvd.server")
 
 BACKLOG = 1024
 
 
-class _Protocol(web.RequestHandler):
-    """aiohttp answers what is no HTTP at all in plain text; here that, too, is JSON and one log line."""
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if request.writer.output_size > 0:
-            raise ConnectionError("an answer was begun already")
-        if status >= 500:
-            logger.error("answering failed", exc_info=exc)
-            error = RequestError("the server failed; its log says why", status=status, kind="server_error")
-        else:
-            reason = short((message or "").strip().splitlines()[0] if message else "bad request", 100)
-            logger.info("malformed request from %s: %s", request.remote, reason)
-            error = RequestError(f"malformed HTTP request: {reason}", status=status)
-        response = error_response(error)
-        response.force_close()
-        return response
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """A broken body was answered with a 400; that its connection then ends is no fault of ours."""
-        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
-            super().log_exception(*args, **kw)
-
-
-class _Server(web.Server):
-    def __init__(self, base: web.Server, **options: Any) -> None:
-        super().__init__(base.request_handler, request_factory=base.request_factory, **options)
-
-    def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, loop=self._loop, **self._kwargs)
-
-
 class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
-        return _Server(await super()._make_server(), handler_cancellation=True, **self._kwargs)
+        base = await super()._make_server()
+        return JsonServer(
+            base.request_handler, request_factory=base.request_factory, handler_cancellation=True, **self._kwargs
+        )
 
 
 def create_runner(app: web.Application) -> web.AppRunner:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from kvd.server.protocol import JsonServer
+
 RETRY_AFTER_SECONDS = 5
 
 
@@ -46,7 +48,7 @@ class WaitingRoom:
 
     async def _serve(self) -> None:
         self._done = asyncio.Event()
-        runner = web.ServerRunner(web.Server(_refuse), shutdown_timeout=1.0)
+        runner = web.ServerRunner(JsonServer(_refuse), shutdown_timeout=1.0)
         await runner.setup()
         try:
             for duplicate in self._sockets:
@@ -55,6 +57,15 @@ class WaitingRoom:
             await self._done.wait()
         finally:
             await runner.cleanup()
+            await _cancel_others()
+
+
+async def _cancel_others() -> None:
+    """End what waits for bodies that never came; the loop would complain of it when it closes."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _refuse(request: web.BaseRequest) -> web.StreamResponse:
