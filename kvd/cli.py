@@ -133,9 +133,10 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Read when torch loads. Threads that spin while they wait take the processor from the event loop, and from
-    # every neighbour: beside three busy processes on two cores a decode step took ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch loads: how long an OpenMP thread spins before it sleeps, in rounds. The default, milliseconds,
+    # starves the event loop and every neighbour (with three busy ones a step took ten times as long); no spinning
+    # at all costs half the prefill rate of a quiet machine. See docs/measurements.md.
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     try:
         code = _dispatch(words)
         sys.stdout.flush()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -18,7 +20,8 @@ from kvd.tools.serve import load
 from kvd.tui.app import Dashboard
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "dashboard.svg"
-SIZE = (120, 36)
+SIZE = (112, 28)
+NUM_BLOCKS = 240  # a small pool, so that there is something to see in it
 SECONDS = 75
 HANDBOOK = (
     "You are the assistant of a small observatory. The dome opens at dusk. The mirror is two metres wide and must "
@@ -49,7 +52,7 @@ async def talk(session: aiohttp.ClientSession, url: str, name: str, question: st
 
 
 async def main() -> None:
-    config = load_config(flags=(), environment={}).config
+    config = replace(load_config().config, num_gpu_blocks_override=NUM_BLOCKS, max_model_len=2048)
     engine, text, settings = load(config)
     await engine.start()
     server = await serve(build_app(engine, text, config=settings), "127.0.0.1", 0)
@@ -75,4 +78,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     asyncio.run(main())

@@ -10,7 +10,7 @@ import pytest
 from kvd.model.files import ModelFiles
 
 # As the program does it, before anything imports torch: spinning threads would starve each other.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 
 @pytest.fixture(scope="session")
