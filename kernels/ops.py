@@ -140,12 +140,13 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class SamplingResult:
-    """token_ids: R ids. logprobs: per row None or (logprob of the token, [(id, logprob) best first]).
+    """token_ids: R ids, None where the row is not finite.
 
+    logprobs: per row None or (logprob of the token, [(id, logprob) best first]).
     Logprobs are of the raw distribution: before bias, penalties, temperature and truncation.
     """
 
-    token_ids: list[int]
+    token_ids: list[int | None]
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
 
 
@@ -238,7 +239,7 @@ class Ops(ABC):
         Order: bias, penalties, ban, then greedy (lowest id among equals) where temperature is 0; else
         temperature, top_k, top_p, min_p over the rest, and inverse transform sampling of one uniform number from
         Philox-4x32-10 keyed by the seed with the position as counter, candidates by falling probability, then id.
-        A row that is not finite raises FloatingPointError naming it.
+        A row that is not finite yields None, whatever the others hold.
         """
 
     @abstractmethod

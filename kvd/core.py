@@ -148,10 +148,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The token sampled for one plan item."""
+    """The token sampled for one plan item; None where the logits were not finite, which ends the request."""
 
     request_id: str
-    token_id: int
+    token_id: int | None
     logprobs: Logprobs | None = None
 
 

@@ -109,12 +109,14 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> Row:
 
 def sample(logits: torch.Tensor, params: SamplingBatch) -> SamplingResult:
     """One token per row of float32 logits [R, vocab]; see the ops contract."""
-    token_ids: list[int] = []
+    token_ids: list[int | None] = []
     logprobs: list[tuple[float, list[tuple[int, float]]] | None] = []
     for row in range(logits.shape[0]):
         raw: npt.NDArray[np.float32] = logits[row].numpy()
         if not np.isfinite(raw).all():
-            raise FloatingPointError(f"logits of row {row} are not finite")
+            token_ids.append(None)
+            logprobs.append(None)
+            continue
         adjusted = adjust(raw, params, row)
         temperature = float(params.temperature[row])
         if temperature == 0.0:

@@ -51,10 +51,15 @@ def largest_step(*, max_tokens: int, max_seqs: int, max_model_len: int, num_bloc
 
 
 def measure_scratch_bytes(runner: Runner, plan: StepPlan) -> int:
-    """Bytes that the step took beyond what was resident before, at its peak; 0 where the kernel does not tell."""
+    """Bytes that the step took beyond what was resident before, at its peak; 0 where the kernel does not tell.
+
+    Raises FloatingPointError when the model's weights drive its logits beyond float32.
+    """
     can_measure = host_memory.reset_peak()
     before = host_memory.resident_bytes()
-    runner.run(plan)
+    result = runner.run(plan)
+    if any(sample.token_id is None for sample in result.samples):
+        raise FloatingPointError("logits are not finite")
     ended = tuple(item.request_id for item in plan.items)
     runner.run(StepPlan(plan.step_id + 1, (), ended_request_ids=ended))
     return max(0, host_memory.peak_bytes() - before) if can_measure else 0

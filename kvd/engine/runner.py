@@ -77,7 +77,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Forget, register, copy, compute, sample. Raises FloatingPointError when logits are not finite."""
+        """Forget, register, copy, compute, sample."""
         started = time.monotonic()
         for request_id in plan.ended_request_ids:
             self._known.pop(request_id, None)
@@ -124,6 +124,9 @@ class Runner:
         result = self._decoder.ops.sample(logits, self._sampling_batch(items))
         samples = []
         for item, token_id, logprobs in zip(items, result.token_ids, result.logprobs, strict=True):
+            if token_id is None:
+                samples.append(Sample(item.request_id, None))
+                continue
             self._newest_tokens[item.slot] = token_id
             known = self._known[item.request_id]
             if known.wants_counts:

@@ -62,6 +62,9 @@ class _Flight:
     replaced_blocks: list[PhysicalBlock] = field(default_factory=list)  # read by this plan, released after it
 
 
+NOT_FINITE = "the model computed logits that are not finite"
+
+
 def _order_of_service(state: RequestState) -> tuple[int, int]:
     return state.key
 
@@ -279,7 +282,10 @@ class Scheduler:
         for state, item in zip(flight.states, plan.items, strict=True):
             sample = next(samples) if item.samples else None
             num_prefill += self._land(state, item)
-            if not state.has_ended:
+            if not state.has_ended and sample is not None and sample.token_id is None:
+                # What it computed may be as broken as its logits: nothing of this step is published.
+                events.append(self._end(state, None, "error", error=NOT_FINITE))
+            elif not state.has_ended:
                 self._publish(state)
                 if sample is not None:
                     events.append(self._accept(state, sample, now))
@@ -313,6 +319,7 @@ class Scheduler:
 
     def _accept(self, state: RequestState, sample: Sample, now: float) -> TokenEvent:
         assert sample.request_id == state.request.request_id, f"{sample.request_id} is not next in the plan"
+        assert sample.token_id is not None
         state.token_ids.append(sample.token_id)
         state.has_progressed = True
         state.last_token = now

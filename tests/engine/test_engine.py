@@ -13,6 +13,7 @@ from kvd.cache.manager import CacheManager
 from kvd.core import (
     EngineInfo,
     MemoryBudget,
+    PlanItem,
     Request,
     RequestView,
     Sample,
@@ -38,11 +39,15 @@ class FakeRunner:
     def __init__(self) -> None:
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.num_steps = 0
+        self.not_finite: set[str] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         self.before_step(plan)
         self.num_steps += 1
-        return StepResult(plan.step_id, tuple(Sample(item.request_id, 7) for item in plan.items if item.samples), 0.001)
+        return StepResult(plan.step_id, tuple(self.sample(item) for item in plan.items if item.samples), 0.001)
+
+    def sample(self, item: PlanItem) -> Sample:
+        return Sample(item.request_id, None if item.request_id in self.not_finite else 7)
 
 
 class Fixture:
@@ -129,6 +134,22 @@ async def test_abort_ends_a_stream_and_is_harmless_twice() -> None:
     await fixture.engine.stop(1)
 
 
+async def test_logits_that_are_not_finite_end_their_own_request_alone() -> None:
+    fixture = Fixture()
+    await fixture.engine.start()
+    fixture.runner.not_finite.add("broken")
+    gate = threading.Event()
+    fixture.runner.before_step = lambda plan: void(gate.wait(10))
+    healthy, broken = (fixture.engine.submit(request(name)) for name in ("healthy", "broken"))
+    gate.set()
+    last = (await collect(broken))[-1]
+    assert (last.finish_reason, last.token_id) == ("error", None)
+    assert "not finite" in str(last.error)
+    assert [event.token_id for event in await collect(healthy)] == [7] * 5
+    assert fixture.engine.health() is None
+    await fixture.engine.stop(1)
+
+
 async def test_a_step_that_fails_is_reported_and_the_next_request_is_served() -> None:
     fixture = Fixture()
     await fixture.engine.start()
@@ -136,12 +157,12 @@ async def test_a_step_that_fails_is_reported_and_the_next_request_is_served() ->
     assert (await fixture.engine.snapshot(details=True)).num_blocks_cached
 
     def fail(plan: StepPlan) -> None:
-        raise FloatingPointError("logits row 0 is not finite")
+        raise RuntimeError("a buffer is too small")
 
     fixture.runner.before_step = fail
     last = (await collect(fixture.engine.submit(request("a"))))[-1]
     assert last.finish_reason == "error"
-    assert "not finite" in str(last.error)
+    assert "too small" in str(last.error)
     assert any(level == "error" for level, _ in fixture.log)
     assert await fixture.engine.reset_cache() == 0, "what the failed step may have written to is gone already"
     fixture.runner.before_step = lambda plan: None

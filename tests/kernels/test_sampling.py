@@ -63,7 +63,7 @@ def run(ops: Ops, rows: list[Row], logits: torch.Tensor | None = None) -> Sampli
         logits = torch.tensor([row.logits for row in rows])
     before = logits.clone()
     result = ops.sample(logits, batch)
-    assert torch.equal(logits, before), "sampling changed the logits"
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "sampling changed the logits"
     return result
 
 
@@ -235,10 +235,9 @@ def test_logprobs_are_of_the_raw_distribution(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_name_their_row(ops: Ops, value: float) -> None:
-    rows = [Row(logits=[1.0, 2.0]), Row(logits=[1.0, value])]
-    with pytest.raises(FloatingPointError, match="row 1"):
-        run(ops, rows)
+def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(ops: Ops, value: float) -> None:
+    rows = [Row(logits=[1.0, 2.0]), Row(logits=[1.0, value]), Row(logits=[3.0, 2.0])]
+    assert run(ops, rows).token_ids == [1, None, 0]
 
 
 def test_no_rows(ops: Ops) -> None:
