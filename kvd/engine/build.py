@@ -166,7 +166,11 @@ def _budget(
         )
     step_bytes = activation_bytes(
         spec, max_tokens=limits.max_tokens, max_seqs=limits.max_seqs, element_bytes=ops.activation_dtype.itemsize
-    ) + rope_bytes(spec, wanted_len)
+    )
+    # Rope tables cover the served context, which is never longer than what fits in all that is left.
+    most_tokens = int(max(0, total - weight_bytes - step_bytes) / kv_format.bytes_per_token)
+    buffer_bytes = step_bytes
+    step_bytes += rope_bytes(spec, min(wanted_len, most_tokens))
     left = total - weight_bytes - step_bytes
     if left <= 0:
         raise NotEnoughMemory(
@@ -192,4 +196,4 @@ def _budget(
             f"num_gpu_blocks_override {pool.num_blocks} needs {pool.kv_bytes / GIB:.2f} GiB, "
             f"but {left / GIB:.2f} GiB are left"
         )
-    return pool, total, step_bytes
+    return pool, total, buffer_bytes + rope_bytes(spec, pool.max_model_len)
