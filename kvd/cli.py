@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read when torch loads: how long an OpenMP thread spins before it sleeps, in rounds. The default, milliseconds,
     # starves the event loop and every neighbour (with three busy ones a step took ten times as long); no spinning
     # at all costs half the prefill rate of a quiet machine. See docs/measurements.md.
-    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+    if "OMP_WAIT_POLICY" not in os.environ:  # which it would override
+        os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     try:
         code = _dispatch(words)
         sys.stdout.flush()
