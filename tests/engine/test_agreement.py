@@ -24,7 +24,14 @@ from kvd.model.loading import load_weights, read_spec, resolve_model
 from kvd.model.progress import QuietProgress
 from kvd_kernels.registry import create_ops
 from tests.engine.harness import Recorder
-from tests.model.checkpoints import load_reference, make_awq, make_llama, make_qwen2
+from tests.model.checkpoints import (
+    load_reference,
+    make_awq,
+    make_llama,
+    make_qwen2,
+    reference_tensors,
+    rewrite_tensors,
+)
 
 NUM_PROMPT, NUM_DECODED = 37, 12
 FLOAT_TOLERANCE, QUANTIZED_TOLERANCE = 1e-3, 4e-2
@@ -133,3 +140,19 @@ def test_int8_keys_and_values_stay_close(name: str, tmp_path: Path) -> None:
 )
 def test_awq_agrees_with_its_own_dequantised_weights(base: str, config: dict[str, Any], tmp_path: Path) -> None:
     assert_agree(make_awq(tmp_path / "model", base=base, **config), tmp_path, QUANTIZED_TOLERANCE)
+
+
+def test_activations_beyond_sixteen_bits_stay_finite(tmp_path: Path) -> None:
+    """Weights that drive a half-precision residual stream beyond 65,504 ("!!!!!"): float32 carries them."""
+    path = make_llama(tmp_path / "model")
+    huge = {
+        f"model__layers__{layer}__mlp__down_proj__weight": 1e6
+        * reference_tensors(path)[f"model.layers.{layer}.mlp.down_proj.weight"]
+        for layer in range(2)
+    }
+    rewrite_tensors(path, **huge)
+    with torch.inference_mode():
+        model = load_reference(path)
+        hidden = model.model(torch.tensor([[5, 6, 7]]), output_hidden_states=True).hidden_states
+    assert max(float(state.abs().max()) for state in hidden[:-1]) > 65504
+    assert_agree(path, tmp_path, FLOAT_TOLERANCE)
