@@ -27,6 +27,7 @@ from kvd.config_flags import parse_flags
 from kvd.config_load import LoadedConfig, load_config
 from kvd.errors import ConfigError, KvdError
 from kvd.log import write_crash_log
+from kvd.openmp import bound_spinning
 
 MACHINE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO)
 """Failures of a named file that are the machine's or the user's, and no fault of ours."""
@@ -133,11 +134,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Read when torch loads: how long an OpenMP thread spins before it sleeps, in rounds. The default, milliseconds,
-    # starves the event loop and every neighbour (with three busy ones a step took ten times as long); no spinning
-    # at all costs half the prefill rate of a quiet machine. See docs/measurements.md.
-    if "OMP_WAIT_POLICY" not in os.environ:  # which it would override
-        os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+    bound_spinning()
     try:
         code = _dispatch(words)
         sys.stdout.flush()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 
 from kvd.config_load import load_config
+from kvd.openmp import bound_spinning
 from kvd.server.app import build_app
 from kvd.server.lifecycle import serve
 from kvd.tools.serve import load
@@ -78,5 +78,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+    bound_spinning()
     asyncio.run(main())

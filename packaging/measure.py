@@ -7,10 +7,11 @@ Prints medians of several runs. Meant for docs/measurements.md, on a machine tha
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from pathlib import Path
+
+from kvd.openmp import bound_spinning
 
 RUNS = 5
 CONTEXT_TOKENS = 96
@@ -20,7 +21,7 @@ CHUNK_TOKENS = 256
 
 
 def main() -> None:
-    os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the command line does
+    bound_spinning()
     from kvd.config import Config
     from kvd.core import Request, SamplingParams
     from kvd.engine.build import build_engine

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvd.model.files import ModelFiles
+from kvd.openmp import bound_spinning
 
-# As the program does it, before anything imports torch: spinning threads would starve each other.
-os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+bound_spinning()  # as the program does it, before anything imports torch
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LEAVES = ("kvd", "kvd.errors", "kvd.core", "kvd.log", "kvd.histograms", "kvd.config", "kvd.config_*")
+LEAVES = ("kvd", "kvd.errors", "kvd.core", "kvd.log", "kvd.histograms", "kvd.openmp", "kvd.config", "kvd.config_*")
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "kvd.cli": ("*",),

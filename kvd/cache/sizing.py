@@ -11,6 +11,7 @@ A longer `max_model_len` needs more blocks and nothing else depends on it, so ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.core import BLOCK_SIZE
@@ -95,7 +96,9 @@ def size_pool(
     )
 
 
-def concurrency_table(num_blocks: int, max_model_len: int) -> list[tuple[int, int]]:
-    """(context length, requests of that length that fit at once) for a few round lengths up to the maximum."""
-    lengths = [n for n in (512, 2048, 8192, 32768, 131072) if n < max_model_len] + [max_model_len]
-    return [(length, num_blocks // -(-length // BLOCK_SIZE)) for length in lengths]
+def concurrency_table(
+    num_blocks: int, max_model_len: int, lengths: Sequence[int] = (512, 2048, 8192, 32768, 131072)
+) -> list[tuple[int, int]]:
+    """(context length, requests of that length that fit at once): `lengths` below the maximum, and the maximum."""
+    chosen = [length for length in lengths if length < max_model_len] + [max_model_len]
+    return [(length, num_blocks // -(-length // BLOCK_SIZE)) for length in chosen]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
+from kvd.server.answer import Answer
 from kvd.server.chat_types import ChatRequest
 from kvd.server.generation import Generation, GenerationJob, Piece, run_generation
 from kvd.server.logprobs import chat_logprobs
 from kvd.server.prompts import clamp_max_tokens, encode_chat_request, read_request
 from kvd.server.responses import json_response
 from kvd.server.sse import frame, respond_with_events
-from kvd.server.state import STATE, ServerState, describe_client, start_request_id, system_fingerprint
+from kvd.server.state import STATE, ServerState, describe_client, start_request_id
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -28,9 +27,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body.check(state.vocab_size)
     body.refuse_unsupported()
     job = await _make_job(state, body, request_id, describe_client(request))
-    answer = _Answer(
-        request_id, int(time.time()), model, system_fingerprint(state.engine.info), body.num_logprobs is not None
-    )
+    answer = _Answer.begin(state, request_id, model, has_logprobs=body.num_logprobs is not None)
     if body.stream:
         events = _stream(state, job, answer, wants_usage=body.wants_usage_chunk)
         return await respond_with_events(request, events, keepalive_seconds=state.settings.keepalive_seconds)
@@ -61,25 +58,10 @@ async def _make_job(state: ServerState, body: ChatRequest, request_id: str, clie
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Builds the JSON of one answer; everything in it that does not change from chunk to chunk."""
+class _Answer(Answer):
+    """The objects of chat completions."""
 
-    request_id: str
-    created: int
-    model: str
-    fingerprint: str
-    has_logprobs: bool
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.request_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        }
+    __slots__ = ()
 
     def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
         entries = [entry for piece in pieces for entry in piece.logprobs]
@@ -89,11 +71,11 @@ class _Answer:
             "logprobs": chat_logprobs(entries) if self.has_logprobs else None,
             "finish_reason": pieces[-1].finish_reason,
         }
-        return {**self._envelope("chat.completion", [choice]), "usage": generation.usage.to_json()}
+        return self.envelope("chat.completion", [choice], generation)
 
     def _chunk(self, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-        return self._envelope("chat.completion.chunk", [choice])
+        return self.envelope("chat.completion.chunk", [choice])
 
     def role_chunk(self) -> dict[str, Any]:
         return self._chunk({"role": "assistant", "content": ""})
@@ -107,7 +89,7 @@ class _Answer:
             yield self._chunk({}, finish_reason=piece.finish_reason)
 
     def usage_chunk(self, generation: Generation) -> dict[str, Any]:
-        return {**self._envelope("chat.completion.chunk", []), "usage": generation.usage.to_json()}
+        return self.envelope("chat.completion.chunk", [], generation)
 
 
 async def _stream(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from kvd.errors import ContextLengthExceeded
+from kvd.server.answer import Answer
 from kvd.server.completion_types import DEFAULT_MAX_TOKENS, CompletionRequest
 from kvd.server.generation import Generation, GenerationJob, Piece, run_generation
 from kvd.server.logprobs import completion_logprobs
 from kvd.server.prompts import clamp_max_tokens, encode_prompt, read_request
 from kvd.server.responses import json_response
 from kvd.server.sse import frame, respond_with_events
-from kvd.server.state import STATE, ServerState, describe_client, start_request_id, system_fingerprint
+from kvd.server.state import STATE, ServerState, describe_client, start_request_id
+
+KIND = "text_completion"
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -29,9 +30,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body.check(state.vocab_size)
     body.refuse_unsupported()
     job = await _make_job(state, body, request_id, describe_client(request))
-    answer = _Answer(
-        request_id, int(time.time()), model, system_fingerprint(state.engine.info), body.logprobs is not None
-    )
+    answer = _Answer.begin(state, request_id, model, has_logprobs=body.logprobs is not None)
     try:
         if body.stream:
             events = _stream(state, job, answer, wants_usage=body.wants_usage_chunk)
@@ -70,25 +69,10 @@ async def _make_job(state: ServerState, body: CompletionRequest, request_id: str
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Builds the JSON of one answer; everything in it that does not change from chunk to chunk."""
+class _Answer(Answer):
+    """The objects of text completions, which are of one kind, whole and streamed."""
 
-    request_id: str
-    created: int
-    model: str
-    fingerprint: str
-    has_logprobs: bool
-
-    def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.request_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        }
+    __slots__ = ()
 
     def choice(self, index: int, pieces: Sequence[Piece], offset: int, finish_reason: str | None) -> dict[str, Any]:
         entries = [entry for piece in pieces for entry in piece.logprobs]
@@ -104,15 +88,15 @@ class _Answer:
         for piece in pieces:
             by_choice[piece.index].append(piece)
         choices = [self.choice(index, own, 0, own[-1].finish_reason) for index, own in enumerate(by_choice)]
-        return {**self.envelope(choices), "usage": generation.usage.to_json()}
+        return self.envelope(KIND, choices, generation)
 
     def chunks(self, piece: Piece, offset: int) -> Iterator[dict[str, Any]]:
         """A text chunk where there is text, and the closing chunk."""
         if piece.text or piece.logprobs:
-            yield self.envelope([self.choice(piece.index, (piece,), offset, None)])
+            yield self.envelope(KIND, [self.choice(piece.index, (piece,), offset, None)])
         if piece.finish_reason is not None:
             closing = {"index": piece.index, "text": "", "logprobs": None, "finish_reason": piece.finish_reason}
-            yield self.envelope([closing])
+            yield self.envelope(KIND, [closing])
 
 
 async def _stream(
@@ -127,4 +111,4 @@ async def _stream(
             yield b"".join(frame({**chunk, **empty_usage}) for chunk in chunks)
             offsets[piece.index] += sum(len(entry.chosen.token) for entry in piece.logprobs)
         if wants_usage:
-            yield frame({**answer.envelope([]), "usage": generation.usage.to_json()})
+            yield frame(answer.envelope(KIND, [], generation))

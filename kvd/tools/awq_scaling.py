@@ -8,7 +8,7 @@ Owner thread: the caller's. Invariant: folding changes no function; only roundin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -199,19 +199,16 @@ def scale_block(
     report.places["down"] = found
     after_place()
 
-    attention = (block.q, block.k, block.v)
-    found = search_scales(torch.cat([linear.weight for linear in attention]), statistics.qkv, group_size)
-    for linear in attention:
-        linear.scale_inputs(found.factors)
-    block.attention_norm = block.attention_norm / found.factors
-    report.places["qkv"] = found
-    after_place()
+    def fold_into_norm(
+        place: str, linears: Sequence[DenseLinear], norm: torch.Tensor, strength: InputStatistics
+    ) -> torch.Tensor:
+        found = search_scales(torch.cat([linear.weight for linear in linears]), strength, group_size)
+        for linear in linears:
+            linear.scale_inputs(found.factors)
+        report.places[place] = found
+        after_place()
+        return norm / found.factors
 
-    gated = (block.gate, block.up)
-    found = search_scales(torch.cat([linear.weight for linear in gated]), statistics.gate_up, group_size)
-    for linear in gated:
-        linear.scale_inputs(found.factors)
-    block.mlp_norm = block.mlp_norm / found.factors
-    report.places["gate_up"] = found
-    after_place()
+    block.attention_norm = fold_into_norm("qkv", (block.q, block.k, block.v), block.attention_norm, statistics.qkv)
+    block.mlp_norm = fold_into_norm("gate_up", (block.gate, block.up), block.mlp_norm, statistics.gate_up)
     return report

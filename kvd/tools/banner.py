@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvd.cache.sizing import concurrency_table
 from kvd.core import BLOCK_SIZE, EngineInfo, MemoryBudget
 
 _CONTEXTS = (2048, 8192, 32768, 131072)
@@ -38,8 +39,7 @@ def budget_lines(info: EngineInfo) -> list[str]:
 
 def fitting(budget: MemoryBudget, max_model_len: int) -> str:
     """`26 requests of 8,192 tokens, 6 of 32,768`: how many of each context the blocks hold at once."""
-    contexts = sorted({context for context in _CONTEXTS if context < max_model_len} | {max_model_len})
-    counts = [(budget.num_blocks // -(-context // BLOCK_SIZE), context) for context in contexts]
+    counts = [(count, context) for context, count in concurrency_table(budget.num_blocks, max_model_len, _CONTEXTS)]
     return _listed([(count, context) for count, context in counts if count] or counts[:1])
 
 
