@@ -6,8 +6,8 @@ import os
 
 SPIN_ROUNDS = 4000
 """Rounds that a waiting OpenMP thread spins before it sleeps. The default, milliseconds, starves the event loop and
-every neighbour (with three busy ones a step took ten times as long); no spinning at all costs half the prefill rate of
-a quiet machine. See docs/measurements.md."""
+every neighbour: beside two busy processes on two cores hardly a step gets done. No spinning at all costs most of
+the prefill rate of a quiet machine. See docs/measurements.md."""
 
 
 def bound_spinning() -> None:

@@ -1,26 +1,26 @@
 """Times whole steps of the default model in process: scheduler, runner and reference ops, without HTTP.
 
-    .venv/bin/python packaging/measure.py
+    .venv/bin/python packaging/measure.py [RUNS]
 
-Prints medians of several runs. Meant for docs/measurements.md, on a machine that does nothing else.
+Prints medians of RUNS runs, five unless given. Meant for docs/measurements.md, on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from pathlib import Path
 
 from kvd.openmp import bound_spinning
 
-RUNS = 5
 CONTEXT_TOKENS = 96
 DECODE_STEPS = 12
 PREFILL_TOKENS = 512
 CHUNK_TOKENS = 256
 
 
-def main() -> None:
+def main(num_runs: int = 5) -> None:
     bound_spinning()
     from kvd.config import Config
     from kvd.core import Request, SamplingParams
@@ -52,14 +52,14 @@ def main() -> None:
         return time.perf_counter() - begun
 
     rates = []
-    for _ in range(RUNS):
+    for _ in range(num_runs):
         start(PREFILL_TOKENS, 1)
         rates.append(PREFILL_TOKENS / sum(step() for _ in range(PREFILL_TOKENS // CHUNK_TOKENS)))
         assert not scheduler.has_work
     print(f"prefill {PREFILL_TOKENS}, chunks of {CHUNK_TOKENS}: {_spread(rates)} tok/s")
     for num_streams in (1, 8, 16):
         rates = []
-        for _ in range(RUNS):
+        for _ in range(num_runs):
             for _ in range(num_streams):
                 start(CONTEXT_TOKENS, DECODE_STEPS + 2)
             while scheduler.num_waiting or not scheduler.num_running or scheduler.last_step.num_prefill_tokens:
@@ -75,4 +75,4 @@ def _spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:2]))
