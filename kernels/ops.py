@@ -24,7 +24,9 @@ o_w. Attention rounds the query to int8 per head, sums q·k exactly, and works i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -60,6 +62,17 @@ class GroupTables:
     first_positions: torch.Tensor
     num_slots: torch.Tensor
     write_slots: torch.Tensor
+
+
+class LiveSize(IntEnum):
+    """Stands for a live size while a forward pass is recorded, where the size itself is not known yet.
+
+    `Batch.num_tokens` and `Batch.num_logit_rows` hold these then, and so does the `n` of every op call; a backend that
+    records resolves them from the live Batch at each replay.
+    """
+
+    TOKENS = -1
+    LOGIT_ROWS = -2
 
 
 @dataclass(slots=True)
@@ -148,6 +161,24 @@ class SamplingResult:
 
     token_ids: list[int | None]
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
+
+
+class StepProgram(ABC):
+    """The forward pass and the sampling of one step, ready to be run any number of times. Made by `Ops.record`.
+
+    logits  float32 [max_seqs, vocab]: row r belongs to logit row r of the latest run; rows from num_logit_rows on are
+            undefined, and so is the whole before the first run
+    """
+
+    logits: torch.Tensor
+
+    @abstractmethod
+    def run(self, batch: Batch, params: SamplingBatch | None) -> SamplingResult | None:
+        """Compute all live tokens, write their K and V, fill the logits rows, and choose the tokens.
+
+        batch: the object that was recorded, with new content. params None: no tokens are chosen and None is
+        returned; else it has as many rows as the batch has logit rows.
+        """
 
 
 class Ops(ABC):
@@ -245,3 +276,27 @@ class Ops(ABC):
     @abstractmethod
     def copy_block(self, cache: KVCache, group_id: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first num_tokens tokens of a block, all layers of the group; other bytes of target stay."""
+
+    def record(self, batch: Batch, cache: KVCache, forward: Callable[[Batch], torch.Tensor]) -> StepProgram:
+        """Make a program of a forward pass over this batch's buffers and this cache.
+
+        forward: calls the ops of one step in a fixed order, which depends on no live size, and returns the logits
+        buffer. As it stands here, forward is called at every step and the tokens are sampled behind it; a backend that
+        records calls it once, here, with a Batch of the same buffers whose sizes are `LiveSize` codes.
+        """
+        return _EagerProgram(self, batch, forward)
+
+
+class _EagerProgram(StepProgram):
+    """Calls the ops one by one, each step anew."""
+
+    def __init__(self, ops: Ops, batch: Batch, forward: Callable[[Batch], torch.Tensor]) -> None:
+        self.logits = torch.empty(0, dtype=torch.float32)
+        self._ops = ops
+        self._batch = batch
+        self._forward = forward
+
+    def run(self, batch: Batch, params: SamplingBatch | None) -> SamplingResult | None:
+        assert batch is self._batch, "a program runs on the batch that it was made for"
+        self.logits = self._forward(batch)
+        return None if params is None else self._ops.sample(self.logits[: batch.num_logit_rows], params)

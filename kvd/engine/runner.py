@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from kvd.core import Logprobs, PlanItem, Request, Sample, StepPlan, StepResult
 from kvd.engine.batch_builder import BatchBuilder
 from kvd.model.decoder import Decoder
-from kvd_kernels.ops import KVCache, SamplingBatch
+from kvd_kernels.ops import KVCache, SamplingBatch, SamplingResult
 
 _MASK64 = (1 << 64) - 1
 
@@ -70,6 +71,7 @@ class Runner:
             max_seqs=decoder.max_seqs,
             max_blocks=max_blocks_per_request,
         )
+        self._program = decoder.ops.record(self._builder.batch, cache, partial(decoder.forward, cache=cache))
         self._known: dict[str, _Known] = {}
         self._newest_tokens = np.zeros(decoder.max_seqs, dtype=np.int64)
         self._draw_seed = draw_seed
@@ -87,10 +89,13 @@ class Runner:
             self._decoder.ops.copy_block(self._cache, copy.group_id, copy.source, copy.target, copy.num_tokens)
         samples: tuple[Sample, ...] = ()
         if plan.items:
-            logits = self._decoder.forward(self._builder.fill(plan, self._newest_tokens), self._cache)
+            batch = self._builder.fill(plan, self._newest_tokens)
+            items = [item for item in plan.items if item.samples]
+            result = self._program.run(batch, self._sampling_batch(items) if items else None)
             if self._observer is not None:
-                self._report(self._observer, plan, logits)
-            samples = self._sample([item for item in plan.items if item.samples], logits)
+                self._report(self._observer, plan, self._program.logits)
+            if result is not None:
+                samples = self._accept(items, result)
         return StepResult(plan.step_id, samples, time.monotonic() - started)
 
     def _register(self, request: Request) -> _Known:
@@ -118,10 +123,7 @@ class Runner:
                 observer.logits(item.request_id, item.start + item.num_tokens, logits[row])
                 row += 1
 
-    def _sample(self, items: list[PlanItem], logits: torch.Tensor) -> tuple[Sample, ...]:
-        if not items:
-            return ()
-        result = self._decoder.ops.sample(logits, self._sampling_batch(items))
+    def _accept(self, items: list[PlanItem], result: SamplingResult) -> tuple[Sample, ...]:
         samples = []
         for item, token_id, logprobs in zip(items, result.token_ids, result.logprobs, strict=True):
             if token_id is None:

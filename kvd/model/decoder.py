@@ -106,9 +106,10 @@ class Decoder:
         )
 
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Compute all live tokens, write their K and V, and return float32 logits [num_logit_rows, vocab].
+        """Compute all live tokens, write their K and V, and return the logits buffer, float32 [max_seqs, vocab].
 
-        The result is a view of a buffer that the next call overwrites.
+        Rows from num_logit_rows on are undefined, and the next call overwrites the others. Sizes are handed on to the
+        ops and not looked at, so that the pass can be recorded (`Ops.record`).
         """
         ops, n, eps = self.ops, batch.num_tokens, self.spec.rms_norm_eps
         hidden = self._hidden
@@ -127,4 +128,4 @@ class Decoder:
         ops.gather(batch, hidden, self._last)
         ops.rms_norm(rows, self._last, self._final_norm, eps, self._last)
         ops.linear(rows, self._last, self._head, self._logits)
-        return self._logits[:rows]
+        return self._logits

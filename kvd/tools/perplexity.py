@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -94,6 +95,7 @@ class Scorer:
         self._builder = BatchBuilder(
             len(cache.format.groups), max_tokens=chunk, max_seqs=chunk, max_blocks=self._num_blocks
         )
+        self._program = decoder.ops.record(self._builder.batch, cache, partial(decoder.forward, cache=cache))
 
     def chunks(self, token_ids: Sequence[int]) -> Iterator[_Chunk]:
         """Run the text window by window, and yield what each step computed."""
@@ -127,7 +129,8 @@ class Scorer:
         batch = self._builder.fill(StepPlan(step_id=0, items=(item,)), np.zeros(1, dtype=np.int64))
         batch.logit_rows[: len(inputs)] = torch.arange(len(inputs))
         batch.num_logit_rows = len(inputs)
-        return self.decoder.forward(batch, self._cache)
+        self._program.run(batch, None)
+        return self._program.logits[: len(inputs)]
 
     def score(self, token_ids: Sequence[int], *, task: Task | None = None) -> Scores:
         """The loss of every token but each window's first. Raises StartupError when logits are not finite."""

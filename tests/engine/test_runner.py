@@ -30,10 +30,12 @@ class ToyDecoder:
         self.table = torch.randn((VOCAB_SIZE, VOCAB_SIZE), generator=torch.Generator().manual_seed(1)) * 2
         self.table[:, STOP] += 8  # nearly always the best where it is not banned
         self.drift = torch.randn((512, VOCAB_SIZE), generator=torch.Generator().manual_seed(2))
+        self.logits = torch.zeros((self.max_seqs, VOCAB_SIZE))
 
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         rows = batch.logit_rows[: batch.num_logit_rows]
-        return self.table[batch.token_ids[rows]] + self.drift[batch.positions[rows].long()]
+        self.logits[: len(rows)] = self.table[batch.token_ids[rows]] + self.drift[batch.positions[rows].long()]
+        return self.logits
 
 
 def make_harness(**options: Any) -> Harness:
