@@ -120,19 +120,27 @@ class AttentionSpec:
     key_bias: torch.Tensor | None = None
 
 
+Ragged = tuple[torch.Tensor, torch.Tensor]
+"""(token ids int64 [n], a value for each: int64 or float32 [n])"""
+
+
 @dataclass(slots=True)
 class SamplingBatch:
-    """Sampling parameters of R rows as tensors; row r belongs to logits row r.
+    """Sampling parameters in preallocated buffers; row r < num_rows belongs to logits row r, others mean nothing.
 
-    temperature, top_p, min_p, presence, frequency, repetition   float32 [R]
-    top_k           int64 [R]; 0 means the whole vocabulary
-    seeds           int64 [R]; the generator's key, from (seed, choice index)
-    positions       int64 [R]; absolute position of the token to be sampled, the generator's counter
-    prompt_counts   per row: (token ids int64, counts int64) of the prompt, or None when no penalty needs them
+    temperature, top_p, min_p, presence, frequency, repetition   float32 [max_seqs]
+    top_k           int64 [max_seqs]; 0 means the whole vocabulary
+    seeds           int64 [max_seqs]; the generator's key, from (seed, choice index)
+    positions       int64 [max_seqs]; absolute position of the token to be sampled, the generator's counter
+    num_logprobs    int64 [max_seqs]: -1 none, 0 the sampled token, n also the n best
+    max_logprobs    the greatest num_logprobs of a live row; -1 where there is none
+    has_ragged      some live row has an entry in the lists below; if not, nobody need look at them
+
+    Lists of max_seqs rows:
+    prompt_counts   (token ids, counts) of the prompt, or None when no penalty needs them
     output_counts   the same for output tokens
-    bias            per row: (token ids int64, values float32) to add, or None
-    banned          per row: int64 token ids with probability 0 (stop tokens before min_tokens), or None
-    num_logprobs    per row: -1 none, 0 the sampled token, n also the n best
+    bias            (token ids, float32 values) to add, or None
+    banned          int64 token ids with probability 0 (stop tokens before min_tokens), or None
     """
 
     temperature: torch.Tensor
@@ -144,11 +152,26 @@ class SamplingBatch:
     repetition: torch.Tensor
     seeds: torch.Tensor
     positions: torch.Tensor
-    prompt_counts: list[tuple[torch.Tensor, torch.Tensor] | None]
-    output_counts: list[tuple[torch.Tensor, torch.Tensor] | None]
-    bias: list[tuple[torch.Tensor, torch.Tensor] | None]
+    num_logprobs: torch.Tensor
+    prompt_counts: list[Ragged | None]
+    output_counts: list[Ragged | None]
+    bias: list[Ragged | None]
     banned: list[torch.Tensor | None]
-    num_logprobs: list[int]
+    num_rows: int = 0
+    max_logprobs: int = -1
+    has_ragged: bool = False
+
+    @classmethod
+    def allocate(cls, max_seqs: int) -> SamplingBatch:
+        """Buffers for max_seqs rows, of which none is live."""
+        floats = [torch.zeros(max_seqs, dtype=torch.float32) for _ in range(6)]
+        integers = [torch.zeros(max_seqs, dtype=torch.int64) for _ in range(4)]
+        temperature, top_p, min_p, presence, frequency, repetition = floats
+        top_k, seeds, positions, num_logprobs = integers
+        return cls(
+            temperature, top_k, top_p, min_p, presence, frequency, repetition, seeds, positions, num_logprobs,
+            [None] * max_seqs, [None] * max_seqs, [None] * max_seqs, [None] * max_seqs,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -177,7 +200,7 @@ class StepProgram(ABC):
         """Compute all live tokens, write their K and V, fill the logits rows, and choose the tokens.
 
         batch: the object that was recorded, with new content. params None: no tokens are chosen and None is
-        returned; else it has as many rows as the batch has logit rows.
+        returned; else its num_rows is the batch's num_logit_rows.
         """
 
 
@@ -265,7 +288,7 @@ class Ops(ABC):
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, params: SamplingBatch) -> SamplingResult:
-        """Choose one token per row of float32 logits [R, vocab]. The logits are left unchanged.
+        """Choose one token per live row of `params` from float32 logits [≥ num_rows, vocab], which stay unchanged.
 
         Order: bias, penalties, ban, then greedy (lowest id among equals) where temperature is 0; else
         temperature, top_k, top_p, min_p over the rest, and inverse transform sampling of one uniform number from
@@ -296,7 +319,11 @@ class _EagerProgram(StepProgram):
         self._batch = batch
         self._forward = forward
 
+    @torch.inference_mode()
     def run(self, batch: Batch, params: SamplingBatch | None) -> SamplingResult | None:
         assert batch is self._batch, "a program runs on the batch that it was made for"
         self.logits = self._forward(batch)
-        return None if params is None else self._ops.sample(self.logits[: batch.num_logit_rows], params)
+        if params is None:
+            return None
+        assert params.num_rows == batch.num_logit_rows, "every logits row is sampled, or none"
+        return self._ops.sample(self.logits, params)

@@ -48,6 +48,8 @@ def adjust(logits: npt.NDArray[np.float32], params: SamplingBatch, row: int) -> 
     and output; presence and frequency subtract for output tokens.
     """
     values = logits.astype(np.float64)
+    if not params.has_ragged:
+        return values
     bias, prompt, output = params.bias[row], params.prompt_counts[row], params.output_counts[row]
     banned = params.banned[row]
     if bias is not None:
@@ -108,10 +110,10 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> Row:
 
 
 def sample(logits: torch.Tensor, params: SamplingBatch) -> SamplingResult:
-    """One token per row of float32 logits [R, vocab]; see the ops contract."""
+    """One token per live row; see the ops contract."""
     token_ids: list[int | None] = []
     logprobs: list[tuple[float, list[tuple[int, float]]] | None] = []
-    for row in range(logits.shape[0]):
+    for row in range(params.num_rows):
         raw: npt.NDArray[np.float32] = logits[row].numpy()
         if not np.isfinite(raw).all():
             token_ids.append(None)
@@ -126,7 +128,7 @@ def sample(logits: torch.Tensor, params: SamplingBatch) -> SamplingResult:
             number = uniform(int(params.seeds[row]), int(params.positions[row]))
             token_id = draw(adjusted / temperature, truncation, number)
         token_ids.append(token_id)
-        wanted = params.num_logprobs[row]
+        wanted = int(params.num_logprobs[row])
         if wanted < 0:
             logprobs.append(None)
             continue

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvd_kernels.ops import Ops, SamplingBatch, SamplingResult
+from kvd_kernels.ops import Ops, Ragged, SamplingBatch, SamplingResult
 from kvd_kernels.reference.philox import philox_4x32, uniform
 from kvd_kernels.reference.sampling import best
 from tests.kernels.builders import generator
-
-Counts = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -38,31 +36,42 @@ class Row:
     logits: list[float] = field(default_factory=list)
 
 
-def _counts(values: dict[int, int] | dict[int, float] | None) -> Counts | None:
+def _counts(values: dict[int, int] | dict[int, float] | None) -> Ragged | None:
     return None if values is None else (torch.tensor(list(values)), torch.tensor(list(values.values())))
 
 
+def sampling_batch(rows: list[Row], max_seqs: int) -> SamplingBatch:
+    """The rows at the front of a larger batch whose other rows hold what must not matter."""
+    batch = SamplingBatch.allocate(max_seqs)
+    names = {"seeds": "seed", "positions": "position"}
+    for name in (
+        "temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "seeds", "positions",
+        "num_logprobs",
+    ):  # fmt: skip
+        tensor = getattr(batch, name)
+        tensor.fill_(99)
+        tensor[: len(rows)] = torch.tensor([getattr(row, names.get(name, name)) for row in rows], dtype=tensor.dtype)
+    for number, row in enumerate(rows):
+        batch.prompt_counts[number] = _counts(row.prompt)
+        batch.output_counts[number] = _counts(row.output)
+        batch.bias[number] = _counts(row.bias)
+        batch.banned[number] = None if row.banned is None else torch.tensor(row.banned)
+    batch.num_rows = len(rows)
+    batch.max_logprobs = max((row.num_logprobs for row in rows), default=-1)
+    ragged = (batch.prompt_counts, batch.output_counts, batch.bias, batch.banned)
+    batch.has_ragged = any(entry is not None for column in ragged for entry in column)
+    for column in ragged:
+        column[len(rows) :] = [torch.tensor([0])] * (max_seqs - len(rows))  # type: ignore[list-item]
+    return batch
+
+
 def run(ops: Ops, rows: list[Row], logits: torch.Tensor | None = None) -> SamplingResult:
-    def floats(name: str) -> torch.Tensor:
-        return torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
-
-    def integers(name: str) -> torch.Tensor:
-        return torch.tensor([getattr(row, name) for row in rows], dtype=torch.int64)
-
-    batch = SamplingBatch(
-        temperature=floats("temperature"), top_k=integers("top_k"), top_p=floats("top_p"), min_p=floats("min_p"),
-        presence=floats("presence"), frequency=floats("frequency"), repetition=floats("repetition"),
-        seeds=integers("seed"), positions=integers("position"),
-        prompt_counts=[_counts(row.prompt) for row in rows],
-        output_counts=[_counts(row.output) for row in rows],
-        bias=[_counts(row.bias) for row in rows],
-        banned=[None if row.banned is None else torch.tensor(row.banned) for row in rows],
-        num_logprobs=[row.num_logprobs for row in rows],
-    )  # fmt: skip
     if logits is None:
         logits = torch.tensor([row.logits for row in rows])
+    # Rows behind the live ones are not looked at.
+    logits = torch.cat([logits, torch.full((1, logits.shape[1]), math.nan)]).contiguous()
     before = logits.clone()
-    result = ops.sample(logits, batch)
+    result = ops.sample(logits, sampling_batch(rows, len(rows) + 2))
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "sampling changed the logits"
     return result
 
