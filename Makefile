@@ -5,7 +5,8 @@ VENV ?= .venv
 ARGS ?=
 
 RUN := $(VENV)/bin/python
-INPUTS := pyproject.toml packaging/constraints.txt packaging/make_venv.sh
+INPUTS := pyproject.toml setup.py packaging/constraints.txt packaging/make_venv.sh packaging/native_build.py \
+	$(wildcard kernels/cpu/src/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -7,25 +7,43 @@ from collections.abc import Callable
 from kvd_kernels.ops import Ops
 
 
-def _reference() -> Ops:
+def _reference(num_threads: int | None) -> Ops:
+    import torch
+
     from kvd_kernels.reference import ReferenceOps
 
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     return ReferenceOps()
 
 
-def _reference_a16() -> Ops:
+def _reference_a16(num_threads: int | None) -> Ops:
     from kvd_kernels.reference import ReferenceOps16
 
     return ReferenceOps16()
 
 
-_FACTORIES: dict[str, Callable[[], Ops]] = {"reference": _reference, "reference-a16": _reference_a16}
+def _cpu(num_threads: int | None) -> Ops:
+    from kvd_kernels.cpu.ops import CpuOps
+
+    return CpuOps(num_threads)
+
+
+_FACTORIES: dict[str, Callable[[int | None], Ops]] = {
+    "cpu": _cpu,
+    "reference": _reference,
+    "reference-a16": _reference_a16,
+}
 
 BACKENDS = tuple(_FACTORIES)
 
 
-def create_ops(name: str) -> Ops:
-    """The backend of that name, ready to prepare weights; ValueError listing the names for an unknown one."""
+def create_ops(name: str, num_threads: int | None = None) -> Ops:
+    """The backend of that name, ready to prepare weights.
+
+    num_threads: None means as many as this process may keep busy. ValueError listing the names for an unknown backend;
+    NativeUnavailable (see `kvd_kernels.cpu.library`) where the native kernels cannot run.
+    """
     if name not in _FACTORIES:
         raise ValueError(f"unknown backend {name!r}; known are: {', '.join(BACKENDS)}")
-    return _FACTORIES[name]()
+    return _FACTORIES[name](num_threads)

@@ -16,11 +16,13 @@ def test_every_backend_says_what_it_is() -> None:
         assert ops.name == name
         assert ops.arithmetic in ("a8", "a16")
         assert ops.arithmetic_id.startswith(ops.arithmetic)
-    assert len({create_ops(name).arithmetic_id for name in BACKENDS}) == len(BACKENDS)
+    # One id per arithmetic: what one a8 backend wrote into a cache, another may read.
+    assert create_ops("cpu").arithmetic_id == create_ops("reference").arithmetic_id
+    assert create_ops("reference-a16").arithmetic_id != create_ops("reference").arithmetic_id
 
 
 def test_an_unknown_backend_is_refused_with_the_names() -> None:
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; known are: reference, reference-a16"):
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; known are: cpu, reference, reference-a16"):
         create_ops("cuda")
 
 

@@ -1,0 +1,157 @@
+"""Finding the native library, choosing an ISA level, and the pools of threads that run it.
+
+Any thread may call in; one pool runs one step at a time. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from kvd_kernels.cpu.structs import ABI_VERSION, BatchStruct, StageStruct
+
+ISA_VARIABLE = "KVD_CPU_ISA"
+SPIN_MICROSECONDS = 50
+"""How long a thread waits awake for the next step. Longer takes the core from the event loop, which on a small machine
+shares it; shorter pays a wake-up in every step."""
+
+
+class NativeUnavailable(RuntimeError):
+    """The native kernels cannot run here; the message says why and what to do, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The loaded library and the levels that it has and this processor runs, lowest first."""
+
+    functions: ctypes.CDLL
+    levels: tuple[str, ...]
+    path: Path
+
+
+def open_library(path: Path) -> Library:
+    """Load a native library; NativeUnavailable when it cannot be loaded or belongs to another version of kvd."""
+    try:
+        functions = ctypes.CDLL(str(path))
+        version = functions.kvd_abi_version()
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"the native kernels cannot be loaded: {error}") from None
+    if version != ABI_VERSION:
+        raise NativeUnavailable(
+            f"the native kernels were built for another version of kvd (interface {version}, expected {ABI_VERSION}): "
+            f"install kvd again"
+        )
+    pointer, number, wide = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    signatures: dict[str, tuple[type[object] | None, list[type[object]]]] = {
+        "kvd_levels": (ctypes.c_char_p, []),
+        "kvd_level_usable": (number, [ctypes.c_char_p]),
+        "kvd_pool_create": (pointer, [ctypes.c_char_p, number, number]),
+        "kvd_pool_destroy": (None, [pointer]),
+        "kvd_pool_runs": (wide, [pointer]),
+        "kvd_run": (number, [pointer, pointer, wide, pointer]),
+        "kvd_packed_bytes": (wide, [number, wide, wide, wide]),
+        "kvd_pack_part": (number, [number, *[pointer] * 3, *[wide] * 5, pointer]),
+        "kvd_copy_block": (None, [pointer, wide, pointer, wide, wide, wide, wide]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+    names = functions.kvd_levels().decode().split()
+    usable = tuple(name for name in names if functions.kvd_level_usable(name.encode()))
+    return Library(functions, usable, path)
+
+
+@cache
+def installed_library() -> Library:
+    """The library that was built with this package; NativeUnavailable where there is none."""
+    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not found:
+        raise NativeUnavailable(
+            "kvd was installed without its native kernels: install a C++ compiler (Debian: apt-get install g++) and "
+            "install kvd again"
+        )
+    return open_library(found[0])
+
+
+def choose_level(library: Library, wanted: str | None = None) -> str:
+    """The highest usable level, or the one that KVD_CPU_ISA (or `wanted`) names; NativeUnavailable if it cannot run."""
+    wanted = wanted or os.environ.get(ISA_VARIABLE) or None
+    if wanted is None:
+        return library.levels[-1]
+    if wanted not in library.levels:
+        raise NativeUnavailable(f"{ISA_VARIABLE}={wanted}: this processor and build offer {', '.join(library.levels)}")
+    return wanted
+
+
+def available_threads() -> int:
+    """Processors that this process may keep busy: its affinity, bounded by the CPU quota of its control group."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(count, math.ceil(quota))) if quota is not None else count
+
+
+def _cgroup_quota() -> float | None:
+    """Processors' worth of time that the control group grants, None where it sets no bound."""
+    try:
+        membership = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return None
+    quotas: list[float] = []
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = Path("/sys/fs/cgroup"), ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            base, names = Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # A bound of any ancestor counts; inside a container the path may not exist below the mounted root.
+        for place in (folder, *folder.parents):
+            if not place.is_relative_to(base):
+                break
+            quota = _read_quota(place, names)
+            if quota is not None:
+                quotas.append(quota)
+    return min(quotas, default=None)
+
+
+def _read_quota(folder: Path, names: Sequence[str]) -> float | None:
+    try:
+        words = " ".join((folder / name).read_text() for name in names).split()
+        quota, period = words[0], words[1]
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError, IndexError, ZeroDivisionError):
+        return None
+
+
+class Pool:
+    """Threads that run stages together, the calling thread among them. One step at a time."""
+
+    def __init__(self, library: Library, level: str, num_threads: int) -> None:
+        self.library, self.level, self.num_threads = library, level, num_threads
+        self._run = library.functions.kvd_run
+        self._handle = library.functions.kvd_pool_create(level.encode(), num_threads, SPIN_MICROSECONDS)
+        if not self._handle:
+            raise NativeUnavailable(f"cannot start {num_threads} threads of native kernels at level {level}")
+
+    def run(self, stages: ctypes.Array[StageStruct], count: int, batch: BatchStruct) -> None:
+        """The first `count` stages in one native call, during which the interpreter's lock is free."""
+        code = self._run(self._handle, ctypes.addressof(stages), count, ctypes.addressof(batch))
+        if code:
+            raise RuntimeError(f"native step failed with code {code}")
+
+    @property
+    def num_runs(self) -> int:
+        """Native calls made since the pool began."""
+        return int(self.library.functions.kvd_pool_runs(self._handle))
+
+    def close(self) -> None:
+        """End the threads; the pool must not run."""
+        handle, self._handle = self._handle, None
+        self.library.functions.kvd_pool_destroy(handle)
