@@ -56,10 +56,10 @@ class HistogramBuilder:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count one observation; a value equal to a bound belongs to that bound's bucket."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count one observation, or several of one value; a value equal to a bound belongs to that bound's bucket."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def freeze(self) -> Histogram:
         """The observations so far, with cumulative counts and a last bucket for everything."""

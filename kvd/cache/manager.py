@@ -198,9 +198,9 @@ class CacheManager:
 
     def append(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
         """Let the tables cover `num_tokens` tokens. False, and nothing has changed, if a group lacks the blocks."""
-        num_new = blocks_for(num_tokens) - sequence.num_blocks
-        if num_new <= 0:
+        if num_tokens <= len(sequence.tables[0]) * BLOCK_SIZE:
             return True
+        num_new = blocks_for(num_tokens) - sequence.num_blocks
         if any(num_new > group.pool.num_available for group in self._groups):
             return False
         for group, table in zip(self._groups, sequence.tables, strict=True):

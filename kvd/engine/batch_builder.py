@@ -2,6 +2,11 @@
 
 The buffers are numpy arrays that the Batch's tensors share, so filling them is all the work there is. They are
 as long as the largest step; the live sizes stand in the Batch.
+
+Most of a decode step's metadata is its block tables, and nearly all of them are those of the step before. Invariant:
+row s of the tables holds what `_held[s]` says. These are immutable values, so where a plan hands over the very same
+objects for that row, nothing is to be written, and where a table begins with the one that is there, only its end is.
+It does not matter whose table it is, or why it changed.
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ import torch
 
 from kvd.core import BLOCK_SIZE, PlanItem, StepPlan
 from kvd_kernels.ops import Batch, GroupTables
+
+_Tables = tuple[tuple[int, ...], ...]
+_Positions = tuple[Sequence[int], ...]
 
 
 class BatchBuilder:
@@ -26,10 +34,15 @@ class BatchBuilder:
         self._positions = np.zeros(max_tokens, dtype=np.int32)
         self._query_starts = np.zeros(max_seqs + 1, dtype=np.int32)
         self._logit_rows = np.zeros(max_seqs, dtype=np.int64)
+        self._dense_positions = np.arange(0, max_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype=np.int32)
         self._tables = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self._first_positions = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self._first_positions = [np.tile(self._dense_positions, (max_seqs, 1)) for _ in range(num_groups)]
         self._num_slots = [np.zeros(max_seqs, dtype=np.int32) for _ in range(num_groups)]
         self._write_slots = [np.zeros(max_tokens, dtype=np.int64) for _ in range(num_groups)]
+        self._nothing: tuple[_Tables, _Positions] = (((),) * num_groups, (range(0, 0, BLOCK_SIZE),) * num_groups)
+        self._held: list[tuple[_Tables, _Positions]] = [self._nothing] * max_seqs
+        self._is_dense = [True] * max_seqs  # in every group, entry j begins at position 16·j
+        self._counting = np.arange(max_seqs + 1)
         self.batch = Batch(
             torch.from_numpy(self._token_ids),
             torch.from_numpy(self._positions),
@@ -52,37 +65,86 @@ class BatchBuilder:
         newest_tokens: int64 [num_slots]; the latest token sampled for each slot, for items whose last token the
         scheduler did not know yet.
         """
-        batch = self.batch
-        row = num_logit_rows = 0
-        for sequence, item in enumerate(plan.items):
-            end = row + item.num_tokens
-            self._token_ids[row:end] = item.token_ids
-            if item.last_from_slot:
-                self._token_ids[end - 1] = newest_tokens[item.slot]
-            self._positions[row:end] = np.arange(item.start, item.start + item.num_tokens, dtype=np.int32)
-            self._query_starts[sequence + 1] = end
-            for group in range(len(self._tables)):
-                self._fill_tables(group, sequence, item, row)
+        items, held = plan.items, self._held
+        tokens: list[int] = []  # of the leading items that have one token each: the decodes, as a rule
+        starts: list[int] = []
+        for sequence, item in enumerate(items):
+            tables, first_positions = held[sequence]
+            if item.block_tables is not tables or item.first_positions is not first_positions:
+                self._write_row(sequence, item)
+            if len(item.token_ids) == 1 and len(tokens) == sequence and self._is_dense[sequence]:
+                tokens.append(int(newest_tokens[item.slot]) if item.last_from_slot else item.token_ids[0])
+                starts.append(item.start)
+        num_single = len(tokens)
+        if num_single:
+            self._fill_singles(tokens, starts)
+        logit_rows = [row for row, item in enumerate(items[:num_single]) if item.samples]
+        end = num_single
+        for sequence in range(num_single, len(items)):
+            item = items[sequence]
+            end = self._fill_run(sequence, item, end, newest_tokens)
             if item.samples:
-                self._logit_rows[num_logit_rows] = end - 1
-                num_logit_rows += 1
-            row = end
-        batch.num_tokens, batch.num_seqs, batch.num_logit_rows = row, len(plan.items), num_logit_rows
+                logit_rows.append(end - 1)
+        self._logit_rows[: len(logit_rows)] = logit_rows
+        batch = self.batch
+        batch.num_tokens, batch.num_seqs, batch.num_logit_rows = end, len(items), len(logit_rows)
         return batch
 
-    def _fill_tables(self, group: int, sequence: int, item: PlanItem, row: int) -> None:
-        table, first_positions = item.block_tables[group], item.first_positions[group]
-        self._tables[group][sequence, : len(table)] = table
-        self._first_positions[group][sequence, : len(table)] = first_positions
-        positions = np.arange(item.start, item.start + item.num_tokens)
-        entries = _entries_of(positions, first_positions)
-        tokens = positions - np.asarray(first_positions)[entries]
-        self._write_slots[group][row : row + item.num_tokens] = np.asarray(table)[entries] * BLOCK_SIZE + tokens
-        self._num_slots[group][sequence] = entries[-1] * BLOCK_SIZE + tokens[-1] + 1
+    def _write_row(self, sequence: int, item: PlanItem) -> None:
+        """Make one row hold an item's tables."""
+        old_tables, old_first_positions = self._held[sequence]
+        self._held[sequence] = self._nothing  # should the table be too long for the row
+        is_dense = True
+        for group, table in enumerate(item.block_tables):
+            old, old_positions = old_tables[group], old_first_positions[group]
+            num_kept = len(old) if table[: len(old)] == old else 0
+            self._tables[group][sequence, num_kept : len(table)] = table[num_kept:]
+            positions = item.first_positions[group]
+            if not _are_dense(positions):
+                is_dense = False
+                self._first_positions[group][sequence, : len(positions)] = positions
+            elif not _are_dense(old_positions):
+                self._first_positions[group][sequence] = self._dense_positions
+        self._held[sequence] = (item.block_tables, item.first_positions)
+        self._is_dense[sequence] = is_dense
+
+    def _fill_singles(self, tokens: list[int], starts: list[int]) -> None:
+        """Sequences 0 … n - 1, of one token each, whose tables are dense."""
+        num = len(tokens)
+        self._token_ids[:num] = tokens
+        positions = self._positions[:num]
+        positions[:] = starts
+        self._query_starts[: num + 1] = self._counting[: num + 1]
+        entries, offsets = np.divmod(positions, BLOCK_SIZE)
+        for tables, write_slots, num_slots in zip(self._tables, self._write_slots, self._num_slots, strict=True):
+            slots = write_slots[:num]
+            slots[:] = tables[self._counting[:num], entries]
+            slots *= BLOCK_SIZE
+            slots += offsets
+            num_slots[:num] = positions
+            num_slots[:num] += 1
+
+    def _fill_run(self, sequence: int, item: PlanItem, row: int, newest_tokens: np.ndarray) -> int:
+        """One item of any kind, from token `row` on; returns the token after its last."""
+        end = row + item.num_tokens
+        self._token_ids[row:end] = item.token_ids
+        if item.last_from_slot:
+            self._token_ids[end - 1] = newest_tokens[item.slot]
+        positions = np.arange(item.start, item.start + item.num_tokens, dtype=np.int64)
+        self._positions[row:end] = positions
+        self._query_starts[sequence + 1] = end
+        for group, first_positions in enumerate(item.first_positions):
+            if _are_dense(first_positions):
+                entries, offsets = np.divmod(positions, BLOCK_SIZE)
+            else:
+                firsts = np.asarray(first_positions)
+                entries = np.searchsorted(firsts, positions, side="right") - 1
+                offsets = positions - firsts[entries]
+            self._write_slots[group][row:end] = self._tables[group][sequence, entries] * np.int64(BLOCK_SIZE) + offsets
+            self._num_slots[group][sequence] = entries[-1] * BLOCK_SIZE + offsets[-1] + 1
+        return end
 
 
-def _entries_of(positions: np.ndarray, first_positions: Sequence[int]) -> np.ndarray:
-    """Index of the table entry that holds each position."""
-    if isinstance(first_positions, range):
-        return positions // BLOCK_SIZE
-    return np.searchsorted(np.asarray(first_positions), positions, side="right") - 1
+def _are_dense(first_positions: Sequence[int]) -> bool:
+    """Whether entry j holds tokens 16·j … 16·j + 15, which a range says at once."""
+    return isinstance(first_positions, range) and first_positions.start == 0 and first_positions.step == BLOCK_SIZE

@@ -24,15 +24,15 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
-        self._resize(_FIRST_CAPACITY)
+        self._token_ids = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self._counts = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._view: Ragged | None = None
 
-    def _resize(self, capacity: int) -> None:
-        num_tokens = len(self._places)
-        token_ids, counts = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.int64)
-        if num_tokens:
-            token_ids[:num_tokens], counts[:num_tokens] = self._token_ids[:num_tokens], self._counts[:num_tokens]
-        self._token_ids, self._counts = token_ids, counts
+    def _grow(self) -> None:
+        """Twice the room; views that were given out keep the old arrays, and are replaced by the caller."""
+        self._token_ids, self._counts = (
+            np.concatenate([array, np.zeros_like(array)]) for array in (self._token_ids, self._counts)
+        )
 
     def add(self, token_id: int) -> None:
         place = self._places.get(token_id)
@@ -41,7 +41,7 @@ class TokenCounts:
             return
         place = len(self._places)
         if place == len(self._counts):
-            self._resize(2 * place)
+            self._grow()
         self._places[token_id] = place
         self._token_ids[place], self._counts[place] = token_id, 1
         self._view = None

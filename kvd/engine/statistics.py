@@ -20,14 +20,22 @@ class Statistics:
     def step(self, num_tokens: int, events: list[TokenEvent], now: float) -> None:
         """Record one committed step of `num_tokens` computed tokens."""
         self._builders["iteration_tokens_total"].observe(num_tokens)
+        latest, newest = self._latest, (now, True)
+        between: dict[float, int] = {}  # requests by the time of their previous token, which most have in common
         for event in events:
-            if event.token_id is not None and event.request_id in self._latest:
-                previous, has_token = self._latest[event.request_id]
-                name = "inter_token_latency_seconds" if has_token else "time_to_first_token_seconds"
-                self._builders[name].observe(now - previous)
-                self._latest[event.request_id] = (now, True)
+            if event.token_id is not None:
+                before = latest.get(event.request_id)
+                if before is not None:
+                    previous, has_token = before
+                    latest[event.request_id] = newest
+                    if has_token:
+                        between[previous] = between.get(previous, 0) + 1
+                    else:
+                        self._builders["time_to_first_token_seconds"].observe(now - previous)
             if event.finish_reason is not None:
                 self.ended(event)
+        for previous, times in between.items():
+            self._builders["inter_token_latency_seconds"].observe(now - previous, times)
 
     def ended(self, event: TokenEvent) -> None:
         """Record a request that ended, however it did."""

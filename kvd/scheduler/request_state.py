@@ -80,6 +80,11 @@ class RequestState:
         return self.num_planned < self.prefill_target
 
     @property
+    def can_decode(self) -> bool:
+        """Runs, has caught up with what was known at its admission, and its newest token is to be computed."""
+        return self.num_planned >= self.prefill_target and self.num_to_plan > 0 and self.is_running
+
+    @property
     def stage(self) -> core.RequestState:
         if not self.is_running:
             return "waiting" if self.first_scheduled is None else "preempted"

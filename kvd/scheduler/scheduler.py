@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -172,8 +172,9 @@ class Scheduler:
         """The next step; None if nothing can be computed before the step in flight is committed, or at all."""
         assert len(self._in_flight) < MAX_IN_FLIGHT, "plan() runs too far ahead of commit()"
         budget = Budget(self.config.max_num_batched_tokens)
-        self._grant_decodes(budget)
-        self._grant_prefills(budget)
+        order = self._oldest_first()
+        self._grant_decodes(order, budget)
+        self._grant_prefills(order, budget)
         self._admit(budget)
         if not budget.items:
             # With nothing in flight, nobody would ever wake those who wait.
@@ -190,32 +191,26 @@ class Scheduler:
         self._in_flight.append(_Flight(plan, budget.states))
         return plan
 
-    def _grant_decodes(self, budget: Budget) -> None:
-        """One token for every request that has caught up. The oldest asks first: it may take anybody's blocks."""
+    def _oldest_first(self) -> list[RequestState]:
+        """The running requests in order of service, but for the oldest."""
         if not self._running:
-            return
+            return []
         oldest = oldest_of(self._running)
-        for state in self._oldest_first(oldest):
-            if not state.is_running or state.is_prefilling or not state.num_to_plan:
-                continue
-            if self._find_room(state, oldest, budget):
+        return [oldest, *[state for state in self._running if state is not oldest]]
+
+    def _grant_decodes(self, order: list[RequestState], budget: Budget) -> None:
+        """One token for every request that has caught up. The oldest asks first: it may take anybody's blocks."""
+        for state in order:
+            if state.can_decode and self._find_room(state, order[0], budget):
                 budget.grant(state)
 
-    def _grant_prefills(self, budget: Budget) -> None:
-        if not self._running:
-            return
-        for state in self._oldest_first(oldest_of(self._running)):
+    def _grant_prefills(self, order: list[RequestState], budget: Budget) -> None:
+        """What is left for those that are catching up; the decodes may have preempted some of them."""
+        for state in order:
             if not budget.tokens_left:
                 return
-            if state.is_prefilling:
+            if state.is_prefilling and state.is_running:
                 budget.grant(state)
-
-    def _oldest_first(self, oldest: RequestState) -> Iterator[RequestState]:
-        """The running requests, also while some of them are being preempted."""
-        yield oldest
-        for state in tuple(self._running):
-            if state is not oldest:
-                yield state
 
     def _find_room(self, state: RequestState, oldest: RequestState, budget: Budget) -> bool:
         """Make the table of `state` cover its next token, at the cost of others if need be."""
@@ -286,7 +281,8 @@ class Scheduler:
                 # What it computed may be as broken as its logits: nothing of this step is published.
                 events.append(self._end(state, None, "error", error=NOT_FINITE))
             elif not state.has_ended:
-                self._publish(state)
+                if state.num_computed >= BLOCK_SIZE * (state.blocks.num_published + 1):
+                    self._publish(state)
                 if sample is not None:
                     events.append(self._accept(state, sample, now))
             if state.must_release and not state.num_in_flight:
@@ -309,8 +305,7 @@ class Scheduler:
         return max(0, min(end, state.prefill_target) - item.start)
 
     def _publish(self, state: RequestState) -> None:
-        if state.num_computed // BLOCK_SIZE <= state.blocks.num_published:
-            return
+        """Make the blocks shareable that are complete by now."""
         replaced = self.cache.publish(state.blocks, state.token_ids, state.num_computed)
         if replaced and state.num_in_flight:
             self._in_flight[-1].replaced_blocks.extend(replaced)
