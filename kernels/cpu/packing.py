@@ -39,8 +39,8 @@ class InputForm:
 
     @property
     def stride(self) -> int:
-        """Bytes from one row of codes to the next."""
-        return -(-self.groups * self.length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        """Bytes from one row of codes to the next; codes of a group begin at multiples of 32 (src/tiles.h)."""
+        return -(-self.groups * (-(-self.length // 32) * 32) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ typedef struct {  // out = x / sqrt(mean(x^2) + eps) * weight; out may be x
 // Activations of a linear in a8: int8 codes per row and group of `length` channels, with scale and sum of codes.
 // A weight group is cut into `cuts` activation groups of `length` channels, the last one padded with zeros.
 typedef struct {
-    int8_t *codes;   // [rows, groups * length], row stride `stride` bytes (a multiple of 64)
+    int8_t *codes;   // [rows, groups, length rounded up to 32], row stride `stride` bytes (a multiple of 64)
     float *scales;   // [rows, groups]
     int32_t *sums;   // [rows, groups]
     int64_t stride, groups;
