@@ -18,13 +18,13 @@ class Workspace:
         self._partials: torch.Tensor | None = None
 
     def quantized(self, rows: int, form: InputForm) -> tuple[torch.Tensor, ...]:
-        """(codes uint8 [rows · stride], scales float32 [rows, groups], sums int32 [rows, groups])."""
+        """(codes uint8 [rows · stride], scales float32 [rows, groups], sums float32 [rows, groups])."""
         key = (form, rows)
         known = self._quantized.get(key)
         if known is None:
             codes = aligned_bytes(rows * form.stride)
             codes.zero_()  # the padding between rows is read with weights of 0
-            known = (codes, torch.zeros(rows, form.groups), torch.zeros(rows, form.groups, dtype=torch.int32))
+            known = (codes, torch.zeros(rows, form.groups), torch.zeros(rows, form.groups))
             self._quantized[key] = known
         return known
 

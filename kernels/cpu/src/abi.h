@@ -80,7 +80,7 @@ typedef struct {  // out = x / sqrt(mean(x^2) + eps) * weight; out may be x
 typedef struct {
     int8_t *codes;   // [rows, groups, length rounded up to 32], row stride `stride` bytes (a multiple of 64)
     float *scales;   // [rows, groups]
-    int32_t *sums;   // [rows, groups]
+    float *sums;     // [rows, groups]: of the codes, whole numbers
     int64_t stride, groups;
     int64_t weight_group, cuts, length;
 } KvdQuantized;

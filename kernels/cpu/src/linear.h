@@ -187,7 +187,7 @@ static void linear(const void *raw, const KvdBatch &batch, Worker &worker) {
     if (live <= 0) return;
     const Pieces pieces(args, live, worker.count);
     LinearScratch scratch(worker.scratch);
-    enter_thread();
+    if (live >= AMX_ROWS) enter_thread();
     for (int64_t piece; (piece = worker.claim()) < pieces.row_chunks * pieces.pieces_per_chunk;) {
         const int64_t row = piece / pieces.pieces_per_chunk * pieces.row_chunk;
         const int64_t rows = live - row < pieces.row_chunk ? live - row : pieces.row_chunk;

@@ -88,7 +88,7 @@ KVD_INLINE void dot_u4(
 // |w| · (x with the sign of w): 2 · 128 · 127 < 32767, widened at once.
 template <int R>
 KVD_INLINE void dot_i8(
-    const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const int32_t *, int64_t,
+    const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const float *, int64_t,
     vi (&acc)[R][VECS]) {
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(0);
@@ -131,10 +131,10 @@ KVD_INLINE void dot_u4(
 // w + 128 is unsigned; what it adds is 128 times the sum of the row's codes, taken off beforehand.
 template <int R>
 KVD_INLINE void dot_i8(
-    const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const int32_t *sums, int64_t sums_stride,
+    const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const float *sums, int64_t sums_stride,
     vi (&acc)[R][VECS]) {
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(-128 * sums[r * sums_stride]);
+        for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(-128 * int32_t(sums[r * sums_stride]));
     for (int64_t line = 0; line < count; ++line) {
         vi weights[VECS];
         for (int v = 0; v < VECS; ++v)
@@ -179,7 +179,7 @@ KVD_INLINE void dot_u4(
 
 template <int R>
 KVD_INLINE void dot_i8(
-    const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const int32_t *, int64_t,
+    const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const float *, int64_t,
     vi (&acc)[R][VECS]) {
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(0);

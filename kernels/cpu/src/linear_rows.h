@@ -15,7 +15,7 @@ constexpr int ROWS_PER_PASS = 4;
 struct Rows {
     const int8_t *codes;
     const float *scales;
-    const int32_t *sums;
+    const float *sums;
     int64_t stride, groups, length, pitch;
 
     KVD_ALWAYS_INLINE Rows(const KvdQuantized &q, int64_t row)
@@ -56,7 +56,7 @@ static __attribute__((noinline)) void multiply_tile(const uint8_t *tile, const R
         }
         for (int r = 0; r < R; ++r) {
             const float scale = x.scales[r * x.groups + group];
-            const float code_sum = float(x.sums[r * x.groups + group]);
+            const float code_sum = x.sums[r * x.groups + group];
             for (int v = 0; v < VECS; ++v) {
                 vf term = to_float(sums[r][v]) * weight_scales[v];
                 if constexpr (IS_U4) term += weight_offsets[v] * code_sum;

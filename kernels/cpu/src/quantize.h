@@ -9,13 +9,13 @@
 typedef int8_t codes_of_vector __attribute__((vector_size(W), aligned(1), may_alias));
 
 // One group of `length` channels, a multiple of W.
-KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, float *scale, int32_t *sum) {
+KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, float *scale, float *sum) {
     vf largest = splat(0.0f);
     for (int64_t i = 0; i < length; i += W) largest = larger(largest, absolute(load(x + i)));
     const float absmax = largest_lane(largest);
     if (!(absmax <= 3.4028234663852886e38f)) {
         *scale = __builtin_nanf("");
-        *sum = 0;
+        *sum = 0.0f;
         memset(codes, 0, size_t(length));
         return;
     }
@@ -32,7 +32,7 @@ KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, fl
     }
     int32_t lanes = 0;
     for (int i = 0; i < W; ++i) lanes += total[i];
-    *sum = lanes;
+    *sum = float(lanes);
 }
 
 // One row: `width` channels at x in weight groups, each cut into groups of `length`, padded with zeros.
@@ -40,7 +40,7 @@ KVD_INLINE void quantize_row(const float *x, int64_t width, const KvdQuantized &
     const int64_t pitch = codes_pitch(out.length);
     int8_t *codes = out.codes + row * out.stride;
     float *scales = out.scales + row * out.groups;
-    int32_t *sums = out.sums + row * out.groups;
+    float *sums = out.sums + row * out.groups;
     for (int64_t start = 0, group = 0; start < width; start += out.weight_group) {
         for (int64_t cut = 0; cut < out.cuts; ++cut, ++group, codes += pitch) {
             const int64_t first = cut * out.length, rest = out.weight_group - first;
