@@ -2,7 +2,7 @@
 
 Everything in here is frozen: a value is made by its owner, handed over, and never changed. Down goes
 `Request → StepPlan`, back comes `StepResult → TokenEvent`; a `Snapshot` is what everybody else sees.
-What is made for every token is a named tuple, since a frozen dataclass takes four times as long to make.
+What is made for every token is a named tuple: a frozen dataclass of nine fields takes four times as long to make.
 Times are `time.monotonic()` seconds unless a name says otherwise.
 """
 

@@ -42,7 +42,7 @@ class BatchBuilder:
         self._nothing: tuple[_Tables, _Positions] = (((),) * num_groups, (range(0, 0, BLOCK_SIZE),) * num_groups)
         self._held: list[tuple[_Tables, _Positions]] = [self._nothing] * max_seqs
         self._is_dense = [True] * max_seqs  # in every group, entry j begins at position 16·j
-        self._counting = np.arange(max_seqs + 1)
+        self._counting = np.arange(max_seqs + 1, dtype=np.int32)
         self.batch = Batch(
             torch.from_numpy(self._token_ids),
             torch.from_numpy(self._positions),
@@ -76,9 +76,10 @@ class BatchBuilder:
                 tokens.append(int(newest_tokens[item.slot]) if item.last_from_slot else item.token_ids[0])
                 starts.append(item.start)
         num_single = len(tokens)
-        if num_single:
-            self._fill_singles(tokens, starts)
-        logit_rows = [row for row, item in enumerate(items[:num_single]) if item.samples]
+        singles = items[:num_single]
+        if singles:
+            self._fill_singles(singles, tokens, starts)
+        logit_rows = [row for row, item in enumerate(singles) if item.samples]
         end = num_single
         for sequence in range(num_single, len(items)):
             item = items[sequence]
@@ -108,21 +109,22 @@ class BatchBuilder:
         self._held[sequence] = (item.block_tables, item.first_positions)
         self._is_dense[sequence] = is_dense
 
-    def _fill_singles(self, tokens: list[int], starts: list[int]) -> None:
-        """Sequences 0 … n - 1, of one token each, whose tables are dense."""
+    def _fill_singles(self, items: Sequence[PlanItem], tokens: list[int], starts: list[int]) -> None:
+        """Sequences 0 … n - 1, of one token each, whose tables are dense: a few assignments of n values, no arithmetic.
+
+        Beside the fixed cost of a numpy call, integers in Python are cheap for as many sequences as a step has.
+        """
         num = len(tokens)
         self._token_ids[:num] = tokens
-        positions = self._positions[:num]
-        positions[:] = starts
+        self._positions[:num] = starts
         self._query_starts[: num + 1] = self._counting[: num + 1]
-        entries, offsets = np.divmod(positions, BLOCK_SIZE)
-        for tables, write_slots, num_slots in zip(self._tables, self._write_slots, self._num_slots, strict=True):
-            slots = write_slots[:num]
-            slots[:] = tables[self._counting[:num], entries]
-            slots *= BLOCK_SIZE
-            slots += offsets
-            num_slots[:num] = positions
-            num_slots[:num] += 1
+        lengths = [start + 1 for start in starts]
+        for group, (write_slots, num_slots) in enumerate(zip(self._write_slots, self._num_slots, strict=True)):
+            write_slots[:num] = [
+                item.block_tables[group][start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
+                for item, start in zip(items, starts, strict=True)
+            ]
+            num_slots[:num] = lengths
 
     def _fill_run(self, sequence: int, item: PlanItem, row: int, newest_tokens: np.ndarray) -> int:
         """One item of any kind, from token `row` on; returns the token after its last."""

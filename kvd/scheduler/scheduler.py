@@ -301,8 +301,9 @@ class Scheduler:
         state.num_computed = end
         if item.start < state.num_seen:
             self._tally.recomputed_tokens += min(end, state.num_seen) - item.start
-        state.num_seen = max(state.num_seen, end)
-        return max(0, min(end, state.prefill_target) - item.start)
+        if end > state.num_seen:
+            state.num_seen = end
+        return min(end, state.prefill_target) - item.start if item.start < state.prefill_target else 0
 
     def _publish(self, state: RequestState) -> None:
         """Make the blocks shareable that are complete by now."""
