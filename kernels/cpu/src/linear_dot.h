@@ -1,13 +1,21 @@
 // Integer dot products of one activation group: 16 outputs times R rows. Included inside namespace kvd::KVD_LEVEL.
 //
-// dot_u4<R> and dot_i8<R> walk the code lines of a group (tiles.h) and leave Σ q_w q_x in acc[r][v], output
-// v · W + lane. The sums are exact, so that every level and every R gives the same numbers. Only the thin wrappers at
+// dot_u4 and dot_i8 walk the code lines of a group (tiles.h) and leave Σ q_w q_x in acc[r][v], output v · W + lane.
+// LINES is their number where it is known when compiling, else 0 and `count` says it. The sums are exact, so that every level and every R gives the same numbers. Only the thin wrappers at
 // the top are intrinsics; with KVD_EMULATE they are loops that do the same, saturation included.
 
 constexpr int VECS = int(TILE) / W;  // vectors of int32 or float that hold 16 outputs
 
 #if defined(KVD_LEVEL_AVXVNNI) || defined(KVD_LEVEL_AVX512VNNI) || defined(KVD_LEVEL_AMX)
 #define KVD_HAS_VNNI 1
+#endif
+
+// Keeps a running sum in its register: the compiler would else turn chains of additions into trees of products, which
+// it then has to spill. Costs nothing by itself.
+#if (defined(__x86_64__) || defined(__i386__)) && !defined(KVD_EMULATE) && !defined(KVD_LEVEL_PORTABLE)
+#define KVD_KEEP(x) __asm__("" : "+v"(x))
+#else
+#define KVD_KEEP(x) (void)(x)
 #endif
 
 KVD_INLINE vi low_nibbles(vi line) { return line & 0x0f0f0f0f; }
@@ -54,44 +62,59 @@ KVD_INLINE vi magnitude_bytes(vi x) { return (vi)_mm256_abs_epi8((__m256i)x); }
 KVD_INLINE vi apply_signs(vi x, vi signs) { return (vi)_mm256_sign_epi8((__m256i)x, (__m256i)signs); }
 #endif
 
-// Up to four lines, eight products per int16 lane: 8 · 15 · 2 · 127 < 32767.
-template <int R>
-KVD_INLINE void add_u4_lines(
-    const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, vi (&acc)[R][VECS]) {
-    vh sums[R][VECS] = {};
-    for (int64_t line = 0; line < count; ++line) {
-        for (int half = 0; half < 2; ++half) {
-            vi weights[VECS];
+// One to four lines, eight products per int16 lane: 8 · 15 · 2 · 127 < 32767.
+template <int R, int COUNT>
+KVD_INLINE void sum_u4_lines(const uint8_t *lines, const int8_t *x, int64_t stride, vh (&sums)[R][VECS]) {
+#pragma GCC unroll 8
+    for (int step = 0; step < 2 * COUNT; ++step) {
+        vi weights[VECS];
+        for (int v = 0; v < VECS; ++v) {
+            const vi both = load_bytes(lines + step / 2 * LINE + v * 4 * W);
+            weights[v] = step % 2 ? high_nibbles(both) : low_nibbles(both);
+        }
+        for (int r = 0; r < R; ++r) {
+            const vi quad = broadcast_quad(x + r * stride + step * 4);
             for (int v = 0; v < VECS; ++v) {
-                const vi both = load_bytes(lines + line * LINE + v * 4 * W);
-                weights[v] = half ? high_nibbles(both) : low_nibbles(both);
-            }
-            for (int r = 0; r < R; ++r) {
-                const vi quad = broadcast_quad(x + r * stride + line * 8 + half * 4);
-                for (int v = 0; v < VECS; ++v) sums[r][v] += multiply_pairs(weights[v], quad);
+                const vh products = multiply_pairs(weights[v], quad);
+                sums[r][v] = step == 0 ? products : sums[r][v] + products;
+                KVD_KEEP(sums[r][v]);
             }
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < VECS; ++v) acc[r][v] += sum_pairs(sums[r][v]);
 }
 
-template <int R>
+template <int R, int LINES>
 KVD_INLINE void dot_u4(
     const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, vi (&acc)[R][VECS]) {
+    vh sums[R][VECS];
+    if constexpr (LINES > 0) {
+        static_assert(LINES % 4 == 0, "whole blocks");
+        for (int first = 0; first < LINES; first += 4) {
+            sum_u4_lines<R, 4>(lines + first * LINE, x + first * 8, stride, sums);
+            for (int r = 0; r < R; ++r)
+                for (int v = 0; v < VECS; ++v)
+                    acc[r][v] = first == 0 ? sum_pairs(sums[r][v]) : acc[r][v] + sum_pairs(sums[r][v]);
+        }
+        return;
+    }
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(0);
-    for (; count >= 4; count -= 4, lines += 4 * LINE, x += 32) add_u4_lines<R>(lines, 4, x, stride, acc);
-    if (count) add_u4_lines<R>(lines, count, x, stride, acc);
+    for (int64_t line = 0; line < count; ++line) {
+        sum_u4_lines<R, 1>(lines + line * LINE, x + line * 8, stride, sums);
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < VECS; ++v) acc[r][v] += sum_pairs(sums[r][v]);
+    }
 }
 
 // |w| · (x with the sign of w): 2 · 128 · 127 < 32767, widened at once.
-template <int R>
+template <int R, int LINES>
 KVD_INLINE void dot_i8(
     const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const float *, int64_t,
     vi (&acc)[R][VECS]) {
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(0);
+    if constexpr (LINES > 0) count = LINES;
+#pragma GCC unroll 8
     for (int64_t line = 0; line < count; ++line) {
         vi weights[VECS], magnitudes[VECS];
         for (int v = 0; v < VECS; ++v) {
@@ -100,19 +123,23 @@ KVD_INLINE void dot_i8(
         }
         for (int r = 0; r < R; ++r) {
             const vi quad = broadcast_quad(x + r * stride + line * 4);
-            for (int v = 0; v < VECS; ++v)
+            for (int v = 0; v < VECS; ++v) {
                 acc[r][v] += sum_pairs(multiply_pairs(magnitudes[v], apply_signs(quad, weights[v])));
+                KVD_KEEP(acc[r][v]);
+            }
         }
     }
 }
 
 #elif defined(KVD_HAS_VNNI)
 
-template <int R>
+template <int R, int LINES>
 KVD_INLINE void dot_u4(
     const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, vi (&acc)[R][VECS]) {
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(0);
+    if constexpr (LINES > 0) count = LINES;
+#pragma GCC unroll 4
     for (int64_t line = 0; line < count; ++line) {
         for (int half = 0; half < 2; ++half) {
             vi weights[VECS];
@@ -122,26 +149,34 @@ KVD_INLINE void dot_u4(
             }
             for (int r = 0; r < R; ++r) {
                 const vi quad = broadcast_quad(x + r * stride + line * 8 + half * 4);
-                for (int v = 0; v < VECS; ++v) acc[r][v] = dot_u8_s8(acc[r][v], weights[v], quad);
+                for (int v = 0; v < VECS; ++v) {
+                    acc[r][v] = dot_u8_s8(acc[r][v], weights[v], quad);
+                    KVD_KEEP(acc[r][v]);
+                }
             }
         }
     }
 }
 
 // w + 128 is unsigned; what it adds is 128 times the sum of the row's codes, taken off beforehand.
-template <int R>
+template <int R, int LINES>
 KVD_INLINE void dot_i8(
     const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const float *sums, int64_t sums_stride,
     vi (&acc)[R][VECS]) {
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) acc[r][v] = splat_int(-128 * int32_t(sums[r * sums_stride]));
+    if constexpr (LINES > 0) count = LINES;
+#pragma GCC unroll 8
     for (int64_t line = 0; line < count; ++line) {
         vi weights[VECS];
         for (int v = 0; v < VECS; ++v)
             weights[v] = load_bytes(lines + line * LINE + v * 4 * W) ^ splat_int(int32_t(0x80808080u));
         for (int r = 0; r < R; ++r) {
             const vi quad = broadcast_quad(x + r * stride + line * 4);
-            for (int v = 0; v < VECS; ++v) acc[r][v] = dot_u8_s8(acc[r][v], weights[v], quad);
+            for (int v = 0; v < VECS; ++v) {
+                acc[r][v] = dot_u8_s8(acc[r][v], weights[v], quad);
+                KVD_KEEP(acc[r][v]);
+            }
         }
     }
 }
@@ -159,7 +194,7 @@ KVD_INLINE void add_quad(const Code *weights, const int8_t *x, vi (&acc)[VECS]) 
         }
 }
 
-template <int R>
+template <int R, int LINES>
 KVD_INLINE void dot_u4(
     const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, vi (&acc)[R][VECS]) {
     for (int r = 0; r < R; ++r)
@@ -177,7 +212,7 @@ KVD_INLINE void dot_u4(
     }
 }
 
-template <int R>
+template <int R, int LINES>
 KVD_INLINE void dot_i8(
     const uint8_t *lines, int64_t count, const int8_t *x, int64_t stride, const float *, int64_t,
     vi (&acc)[R][VECS]) {

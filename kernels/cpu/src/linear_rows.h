@@ -30,23 +30,25 @@ struct Rows {
 };
 
 // y[r][16] of R rows from row `x` on.
-template <bool IS_U4, int R>
+template <bool IS_U4, int R, int LINES>
 static __attribute__((noinline)) void multiply_tile(const uint8_t *tile, const Rows &x, float *y) {
-    const int64_t lines = IS_U4 ? u4_lines(x.length) : i8_lines(x.length);
-    const int64_t step = IS_U4 ? u4_group_bytes(x.length) : lines * LINE;
-    const uint16_t *i8_scales = reinterpret_cast<const uint16_t *>(tile + i8_scales_at(x.groups, x.length));
+    const int64_t length = LINES == 0 ? x.length : LINES * (IS_U4 ? 8 : 4);
+    const int64_t lines = IS_U4 ? u4_lines(length) : i8_lines(length);
+    const int64_t step = IS_U4 ? u4_group_bytes(length) : lines * LINE;
+    const int64_t pitch = codes_pitch(length);
+    const uint16_t *i8_scales = reinterpret_cast<const uint16_t *>(tile + i8_scales_at(x.groups, length));
     const int8_t *codes = x.codes;
     vf total[R][VECS];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) total[r][v] = splat(0.0f);
-    for (int64_t group = 0; group < x.groups; ++group, tile += step, codes += x.pitch) {
+    for (int64_t group = 0; group < x.groups; ++group, tile += step, codes += pitch) {
         vi sums[R][VECS];
         const uint16_t *scales;
         if constexpr (IS_U4) {
-            dot_u4<R>(tile, lines, codes, x.stride, sums);
+            dot_u4<R, LINES>(tile, lines, codes, x.stride, sums);
             scales = reinterpret_cast<const uint16_t *>(tile + step - LINE);
         } else {
-            dot_i8<R>(tile, lines, codes, x.stride, x.sums + group, x.groups, sums);
+            dot_i8<R, LINES>(tile, lines, codes, x.stride, x.sums + group, x.groups, sums);
             scales = i8_scales + group * TILE;
         }
         vf weight_scales[VECS], weight_offsets[VECS];
@@ -68,31 +70,33 @@ static __attribute__((noinline)) void multiply_tile(const uint8_t *tile, const R
         for (int v = 0; v < VECS; ++v) store(y + r * TILE + v * W, total[r][v]);
 }
 
-template <bool IS_U4>
-static void multiply_rest(const uint8_t *tile, const Rows &x, int64_t rows, float *y) {
+template <bool IS_U4, int LINES>
+static void multiply_rows_of(const uint8_t *tile, Rows x, int64_t rows, float *y) {
+    for (; rows >= ROWS_PER_PASS; rows -= ROWS_PER_PASS, y += ROWS_PER_PASS * TILE) {
+        multiply_tile<IS_U4, ROWS_PER_PASS, LINES>(tile, x, y);
+        x.advance(ROWS_PER_PASS);
+    }
     switch (rows) {
-        case 0: return;
-        case 1: return multiply_tile<IS_U4, 1>(tile, x, y);
-        case 2: return multiply_tile<IS_U4, 2>(tile, x, y);
-        case 3: return multiply_tile<IS_U4, 3>(tile, x, y);
-        case 4: return multiply_tile<IS_U4, 4>(tile, x, y);
+        case 1: return multiply_tile<IS_U4, 1, LINES>(tile, x, y);
+        case 2: return multiply_tile<IS_U4, 2, LINES>(tile, x, y);
+        case 3: return multiply_tile<IS_U4, 3, LINES>(tile, x, y);
     }
     if constexpr (ROWS_PER_PASS == 8) {
         switch (rows) {
-            case 5: return multiply_tile<IS_U4, 5>(tile, x, y);
-            case 6: return multiply_tile<IS_U4, 6>(tile, x, y);
-            case 7: return multiply_tile<IS_U4, 7>(tile, x, y);
-            case 8: return multiply_tile<IS_U4, 8>(tile, x, y);
+            case 4: return multiply_tile<IS_U4, 4, LINES>(tile, x, y);
+            case 5: return multiply_tile<IS_U4, 5, LINES>(tile, x, y);
+            case 6: return multiply_tile<IS_U4, 6, LINES>(tile, x, y);
+            case 7: return multiply_tile<IS_U4, 7, LINES>(tile, x, y);
         }
     }
-    __builtin_unreachable();
 }
 
+// y[rows][16]. Groups of the usual lengths have code of their own.
 template <bool IS_U4>
-static void multiply_rows(const uint8_t *tile, Rows x, int64_t rows, float *y) {
-    for (; rows > ROWS_PER_PASS; rows -= ROWS_PER_PASS, y += ROWS_PER_PASS * TILE) {
-        multiply_tile<IS_U4, ROWS_PER_PASS>(tile, x, y);
-        x.advance(ROWS_PER_PASS);
-    }
-    multiply_rest<IS_U4>(tile, x, rows, y);
+static void multiply_rows(const uint8_t *tile, const Rows &x, int64_t rows, float *y) {
+    constexpr int CHANNELS = IS_U4 ? 8 : 4;  // of a line
+    if (x.length == 32) return multiply_rows_of<IS_U4, 32 / CHANNELS>(tile, x, rows, y);
+    if (x.length == 64) return multiply_rows_of<IS_U4, 64 / CHANNELS>(tile, x, rows, y);
+    if (x.length == 128) return multiply_rows_of<IS_U4, 128 / CHANNELS>(tile, x, rows, y);
+    multiply_rows_of<IS_U4, 0>(tile, x, rows, y);
 }
