@@ -40,6 +40,7 @@ usage: kvd [serve] [MODEL] [-c FILE] [flags]   serve a model over HTTP
        kvd models                              list the models that kvd knows by name
        kvd convert SRC DST                     make a 4-bit AWQ directory of a 16-bit model
        kvd eval MODEL                          measure perplexity and what the KV format costs
+       kvd bench [--url A] [--against B]       measure endpoints over HTTP
        kvd version                             print the version
 
 `kvd COMMAND --help` explains each. Without a command, kvd serves.
@@ -107,6 +108,39 @@ Measure how well MODEL predicts a text as kvd serves it, and how far its KV cach
       Print one JSON object; passes_gate says whether the format is close enough.
 """
 
+BENCH_USAGE = """\
+usage: kvd bench --url A [--model NAME] [--against B] [flags]
+       kvd bench [MODEL] [-c FILE] [flags of `kvd serve`] [--against B] [flags]
+
+Measure an OpenAI-compatible endpoint over HTTP; with --against a second one in alternation, under the same load.
+Without --url, kvd itself is started with the flags that are given, and stopped afterwards.
+
+  --url A, --against B
+      Base URLs, with or without /v1. B is measured in turns with A; ratios are A ÷ B, run by run.
+  --model NAME, --model-against NAME
+      What to ask A and B for (default: the first that /v1/models lists).
+  --api-key KEY, --api-key-against KEY
+      Also KVD_API_KEY and KVD_API_KEY_AGAINST in the environment.
+  --allow-remote
+      Allow endpoints on other machines.
+  --only NAME,…
+      Some loads only: single, prefill-512, prefill-4k, streams-8, streams-16, ttft, sweep, documents.
+  --runs N
+      Counted runs of every load (default: 5); a warm-up comes before them.
+  --tokens N
+      Length of every answer (default: 128 tokens for a single stream, 64 elsewhere).
+  --context N
+      Context in tokens of an endpoint that does not say it.
+  --timeout SECONDS
+      Longest wait for the next bytes of an answer (default: 600).
+  --prompt-seed N
+      Make the same prompts as another benchmark; its --json has the seed (default: new ones).
+  --json FILE
+      Write everything, raw samples included, as one JSON object; - is stdout, and the table goes to stderr.
+  --picture FILE.svg
+      Draw bars of the loads, and the curve of the sweep with its knee.
+"""
+
 VERSION_USAGE = """\
 usage: kvd version
 
@@ -120,6 +154,7 @@ USAGES: Mapping[str, str] = {
     "models": MODELS_USAGE,
     "convert": CONVERT_USAGE,
     "eval": EVAL_USAGE,
+    "bench": BENCH_USAGE,
     "version": VERSION_USAGE,
 }
 
@@ -264,6 +299,12 @@ def _eval(words: list[str]) -> int:
     return 0
 
 
+def _bench(words: list[str]) -> int:
+    from kvd.tools import bench
+
+    return bench.run(words, os.environ)
+
+
 def _version(words: list[str]) -> int:
     _Parser(prog="kvd version", add_help=False).parse_args(words)
     print(f"kvd {__version__}")
@@ -276,6 +317,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "models": _models,
     "convert": _convert,
     "eval": _eval,
+    "bench": _bench,
     "version": _version,
 }
 
