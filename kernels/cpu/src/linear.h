@@ -5,6 +5,7 @@
 // ends in silu(gate) · up. Nothing depends on how pieces are cut.
 #include "linear_dot.h"
 #include "linear_rows.h"
+#include "linear_unpacked.h"
 #include "linear_float.h"
 #include "linear_amx.h"
 

@@ -143,7 +143,9 @@ KVD_INLINE void multiply_integers(const uint8_t *tile, const Rows &x, int64_t ro
 static void enter_thread() {}
 
 template <bool IS_U4>
-KVD_INLINE void multiply_integers(const uint8_t *tile, const Rows &x, int64_t rows, float *y, uint8_t *) {
+KVD_INLINE void multiply_integers(const uint8_t *tile, const Rows &x, int64_t rows, float *y, uint8_t *unpacked) {
+    if constexpr (IS_U4)
+        if (multiply_unpacked(tile, x, rows, y, unpacked)) return;
     multiply_rows<IS_U4>(tile, x, rows, y);
 }
 

@@ -51,7 +51,18 @@ inline void pack_u4_row(
     const uint8_t *codes, const uint16_t *scales, const uint16_t *offsets, int64_t num_inputs, const PackLayout &layout,
     int64_t lane, uint8_t *tile) {
     const int64_t group_bytes = u4_group_bytes(layout.length);
-    for (int64_t c = 0; c < num_inputs; ++c) {
+    const bool in_lines = layout.weight_group % 8 == 0;  // eight channels of a line are four bytes of the source
+    for (int64_t c = 0; in_lines && c < num_inputs; c += 8) {
+        int64_t group, at;
+        layout.locate(c, &group, &at);
+        const uint8_t *pairs = codes + c / 2;
+        uint8_t *bytes = tile + group * group_bytes + at / 8 * LINE + lane * 4;
+        bytes[0] = uint8_t((pairs[0] & 15) | (pairs[2] << 4));
+        bytes[1] = uint8_t((pairs[0] >> 4) | (pairs[2] & 0xf0));
+        bytes[2] = uint8_t((pairs[1] & 15) | (pairs[3] << 4));
+        bytes[3] = uint8_t((pairs[1] >> 4) | (pairs[3] & 0xf0));
+    }
+    for (int64_t c = 0; !in_lines && c < num_inputs; ++c) {
         int64_t group, at;
         layout.locate(c, &group, &at);
         const int code = c % 2 ? codes[c / 2] >> 4 : codes[c / 2] & 15;
@@ -69,10 +80,11 @@ inline void pack_i8_row(
     const int8_t *codes, const uint16_t *scales, int64_t num_inputs, const PackLayout &layout, int64_t lane,
     uint8_t *tile) {
     const int64_t lines = i8_lines(layout.length);
-    for (int64_t c = 0; c < num_inputs; ++c) {
+    const int64_t step = layout.weight_group % 4 == 0 ? 4 : 1;
+    for (int64_t c = 0; c < num_inputs; c += step) {
         int64_t group, at;
         layout.locate(c, &group, &at);
-        tile[(group * lines + at / 4) * LINE + lane * 4 + at % 4] = uint8_t(codes[c]);
+        memcpy(tile + (group * lines + at / 4) * LINE + lane * 4 + at % 4, codes + c, size_t(step));
     }
     uint8_t *behind = tile + i8_scales_at(layout.groups, layout.length);
     for (int64_t group = 0; group < layout.groups; ++group)
