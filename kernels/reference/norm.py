@@ -12,7 +12,8 @@ def rms_norm(n: int, x: torch.Tensor, weight: torch.Tensor, eps: float, out: tor
     width = x.shape[1]
     for rows in row_tiles(n, width):
         values = x[rows].float()
-        root = (tree_sum(values * values) / width + eps).sqrt_()
+        # By way of float64, whose root rounds to the correct float32: torch's own float32 root may be an ulp off.
+        root = (tree_sum(values * values) / width + eps).double().sqrt_().float()
         out[rows] = (values / root[:, None]).mul_(weight).to(out.dtype)
 
 
