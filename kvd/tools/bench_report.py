@@ -32,10 +32,10 @@ class Side:
     @property
     def line(self) -> str:
         about = self.description
+        # A server without a name for its model says the path of the file.
+        model = about.model.rsplit("/", 1)[-1] if about.model.startswith("/") else about.model
         context = f", context {about.context_tokens}" if about.context_tokens else ""
-        return (
-            f"{self.label}: {about.software} {about.version or ''}".rstrip() + f", {about.model}{context}, {self.url}"
-        )
+        return f"{self.label}: {about.software} {about.version or ''}".rstrip() + f", {model}{context}, {self.url}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,6 +255,12 @@ def test_numbers(value: float, text: str) -> None:
     assert number(value) == text
 
 
+def test_a_model_that_is_a_path_is_shown_by_its_last_part() -> None:
+    line = Side("B", "http://x", Description("llama.cpp", "b1", "/models/some.gguf", 4096)).line
+    assert line == "B: llama.cpp b1, some.gguf, context 4096, http://x"
+    assert "org/name," in Side("A", "http://x", Description("vLLM", None, "org/name")).line
+
+
 def test_cells() -> None:
     assert shown(None) == "n/a"
     assert shown(Spread(9.5, 8.8, 9.7, 5)) == "9.50 (8.80–9.70)"
