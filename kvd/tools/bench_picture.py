@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape, quoteattr
 
 from kvd.tools.bench_loads import Metric, Streams
@@ -35,11 +35,16 @@ _DOCUMENT_METRICS = ("miss", "hit", "rate", "whole")
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One metric with one bar per side."""
+    """One metric with one bar per side; `scale` is the value of a full bar."""
 
     title: str
     metric: Metric
     values: dict[str, Spread | None]
+    scale: float = 0.0
+
+    @property
+    def most(self) -> float:
+        return max((value.most for value in self.values.values() if value is not None), default=0.0)
 
 
 def draw(report: Report) -> str:
@@ -55,8 +60,12 @@ def draw(report: Report) -> str:
         for row in _rows(report, result)
         if row.metric.name in _DOCUMENT_METRICS
     ]
-    panels: list[tuple[str, list[_Row]]] = [("Loads", rows), ("Document load", documents)]
+    panels: list[tuple[str, list[_Row]]] = [("Loads", _scaled(rows)), ("Document load", _scaled(documents))]
     panels = [panel for panel in panels if panel[1]]
+    if len(sweep) <= 1 and len(panels) == 1 and len(panels[0][1]) > 1:
+        title, some = panels[0]
+        middle = (len(some) + 1) // 2
+        panels = [(title, some[:middle]), (f"{title}, continued", some[middle:])]
     # The curve takes the left half, bars the right one; without a curve the bars have both.
     left = right = y
     if len(sweep) > 1:
@@ -109,6 +118,19 @@ def _rows(report: Report, result: LoadResult) -> list[_Row]:
     ]
 
 
+def _scaled(rows: Sequence[_Row]) -> list[_Row]:
+    """The rows with their scales: each its own with two sides, one for all of a unit with one."""
+    return [
+        replace(
+            row,
+            scale=row.most
+            if len(row.values) > 1
+            else max(other.most for other in rows if other.metric.unit == row.metric.unit),
+        )
+        for row in rows
+    ]
+
+
 def _bar_panel(shapes: list[str], title: str, rows: Sequence[_Row], labels: Sequence[str], x: float, y: float) -> float:
     """A panel of rows at (x, y); returns its height."""
     row_height = _ROW_HEAD + len(labels) * (_BAR_HEIGHT + 3) + _ROW_GAP
@@ -117,21 +139,19 @@ def _bar_panel(shapes: list[str], title: str, rows: Sequence[_Row], labels: Sequ
     _text(shapes, x + 18, y + 28, title, size=15, weight=600)
     at = y + _PANEL_HEAD
     for row in rows:
-        alike = [row] if len(labels) > 1 else [other for other in rows if other.metric.unit == row.metric.unit]
-        most = max((value.most for other in alike for value in other.values.values() if value is not None), default=0.0)
-        _draw_row(shapes, row, labels, x + 18, at, most)
+        _draw_row(shapes, row, labels, x + 18, at)
         at += row_height
     return height
 
 
-def _draw_row(shapes: list[str], row: _Row, labels: Sequence[str], x: float, y: float, most: float) -> None:
-    """Title and bars; `most` is the value of a full bar."""
+def _draw_row(shapes: list[str], row: _Row, labels: Sequence[str], x: float, y: float) -> None:
+    """Title and bars, at (x, y)."""
     width = _HALF - 36
     bar_width = width - 74  # the rest is for the figure
     better = " · lower is better" if row.metric.better == "lower" else ""
     _text(shapes, x, y + 11, row.title, size=13)
     _text(shapes, x + width, y + 11, row.metric.unit + better, colour=_MUTED, size=11, anchor="end")
-    scale = bar_width / most if most > 0 else 0.0
+    scale = bar_width / row.scale if row.scale > 0 else 0.0
     at = y + _ROW_HEAD
     for label in labels:
         value = row.values[label]

@@ -508,7 +508,7 @@ def test_a_signal_ends_it_and_its_server(
         output, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == code
+    assert process.returncode == code, errors
     assert "Traceback" not in errors
     assert output == ""
     assert children
