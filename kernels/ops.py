@@ -213,6 +213,11 @@ class Ops(ABC):
     device: torch.device
     activation_dtype: torch.dtype
 
+    @property
+    def label(self) -> str:
+        """Name and variant, for people."""
+        return self.name
+
     @abstractmethod
     def prepare_linear(self, linear: Linear) -> Any:
         """Pack a linear layer for this backend. The source tensors may be freed afterwards."""

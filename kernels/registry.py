@@ -24,9 +24,9 @@ def _reference_a16(num_threads: int | None) -> Ops:
 
 
 def _cpu(num_threads: int | None) -> Ops:
-    from kvd_kernels.cpu.ops import CpuOps
+    from kvd_kernels.cpu.start import start
 
-    return CpuOps(num_threads)
+    return start(num_threads)
 
 
 _FACTORIES: dict[str, Callable[[int | None], Ops]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,8 @@ from pathlib import Path
 from kvd_kernels.cpu.structs import ABI_VERSION, BatchStruct, StageStruct
 
 ISA_VARIABLE = "KVD_CPU_ISA"
+LIBRARY_VARIABLE = "KVD_NATIVE_LIBRARY"
+"""Path of a library to load in place of the installed one: a build with sanitizers, for instance."""
 SPIN_MICROSECONDS = 50
 """How long a thread waits awake for the next step. Longer takes the core from the event loop, which on a small machine
 shares it; shorter pays a wake-up in every step."""
@@ -56,6 +59,7 @@ def open_library(path: Path) -> Library:
         "kvd_run": (number, [pointer, pointer, wide, pointer]),
         "kvd_packed_bytes": (wide, [number, wide, wide, wide]),
         "kvd_pack_part": (number, [number, *[pointer] * 3, *[wide] * 5, pointer]),
+        "kvd_dot_peak_ops": (wide, [ctypes.c_char_p]),
         "kvd_copy_block": (None, [pointer, wide, pointer, wide, wide, wide, wide]),
     }
     for name, (result, arguments) in signatures.items():
@@ -69,6 +73,9 @@ def open_library(path: Path) -> Library:
 @cache
 def installed_library() -> Library:
     """The library that was built with this package; NativeUnavailable where there is none."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named:
+        return open_library(Path(named))
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
         raise NativeUnavailable(
@@ -89,25 +96,40 @@ def choose_level(library: Library, wanted: str | None = None) -> str:
 
 
 def available_threads() -> int:
-    """Processors that this process may keep busy: its affinity, bounded by the CPU quota of its control group."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return max(1, min(count, math.ceil(quota))) if quota is not None else count
+    """Threads worth starting: one per physical core of this process's affinity (but two where there are two logical
+    ones), bounded by the CPU quota of its control group."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    processors = set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)
+    # Siblings of a core share the units that the kernels keep busy.
+    cores = {_first_sibling(number) for number in processors}
+    count = max(len(cores), min(2, len(processors)))
+    quota = cgroup_quota()
+    return count if quota is None else max(1, min(count, math.ceil(quota)))
 
 
-def _cgroup_quota() -> float | None:
-    """Processors' worth of time that the control group grants, None where it sets no bound."""
+def _first_sibling(processor: int) -> int:
+    """The lowest-numbered logical processor of the same core; the processor itself where the kernel does not tell."""
+    path = f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
     try:
-        membership = Path("/proc/self/cgroup").read_text()
+        with open(path) as file:
+            return int(re.split("[,-]", file.read())[0])
+    except (OSError, ValueError):
+        return processor
+
+
+def cgroup_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Processors' worth of time that the control group grants, None where it sets no bound. Versions 1 and 2."""
+    try:
+        lines = membership.read_text().splitlines()
     except OSError:
         return None
     quotas: list[float] = []
-    for line in membership.splitlines():
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = Path("/sys/fs/cgroup"), ("cpu.max",)
+            base, names = root, ["cpu.max"]
         elif "cpu" in controllers.split(","):
-            base, names = Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            base, names = root / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
         folder = base / path.lstrip("/")

@@ -18,6 +18,7 @@ from kvd_kernels.cpu.layers import NativeLayers
 from kvd_kernels.cpu.library import Library, Pool, available_threads, choose_level, installed_library
 from kvd_kernels.cpu.packing import FLOAT_TYPES, InputForm, PackedLinear
 from kvd_kernels.cpu.program import NativeBatch, Stage, as_array, fuse
+from kvd_kernels.cpu.sampling import Sampler
 from kvd_kernels.cpu.structs import (
     AttendArgs,
     EmbedArgs,
@@ -44,7 +45,6 @@ from kvd_kernels.ops import (
     SamplingResult,
     StepProgram,
 )
-from kvd_kernels.reference import sampling
 from kvd_kernels.weights import FloatWeight, Int4Weight, Int8Weight, Linear, WeightMatrix
 
 
@@ -76,18 +76,24 @@ class CpuOps(Ops):
     def __init__(
         self, num_threads: int | None = None, level: str | None = None, library: Library | None = None
     ) -> None:
-        self._library = installed_library() if library is None else library
-        self.level = choose_level(self._library, level)
-        self.pool = Pool(self._library, self.level, num_threads or available_threads())
+        self.library = installed_library() if library is None else library
+        self.level = choose_level(self.library, level)
+        self.notices: tuple[str, ...] = ()  # what a user should know about the choice of level
+        self.pool = Pool(self.library, self.level, num_threads or available_threads())
         self._layers = NativeLayers()
         self._workspace = Workspace()
         self._recording: list[Stage] | None = None
 
+    @property
+    def label(self) -> str:
+        threads = "1 thread" if self.pool.num_threads == 1 else f"{self.pool.num_threads} threads"
+        return f"native {self.level}, {threads}"
+
     def prepare_linear(self, linear: Linear) -> PackedLinear:
-        return packing.prepare(self._library, linear)
+        return packing.prepare(self.library, linear)
 
     def prepared_bytes(self, linear: Linear) -> int:
-        return packing.prepared_bytes(self._library, linear)
+        return packing.prepared_bytes(self.library, linear)
 
     def prepare_embedding(self, weight: WeightMatrix) -> WeightMatrix:
         return weight
@@ -183,25 +189,34 @@ class CpuOps(Ops):
         self._emit(Kernel.GATHER, args, (x,), (out,), batch)
 
     def sample(self, logits: torch.Tensor, params: SamplingBatch) -> SamplingResult:
-        return sampling.sample(logits, params)
+        assert self._recording is None, "sampling follows a recorded pass by itself"
+        sampler = Sampler(params, logits, params.num_rows)
+        sampler.refresh()
+        self._emit(Kernel.SAMPLE, sampler.args, (logits,), (), None, keep=(sampler,))
+        return sampler.result()
 
     def copy_block(self, cache: KVCache, group_id: int, source: int, target: int, num_tokens: int) -> None:
         layers = self._layers.of_group(cache, group_id)
         pool = cache.pools[group_id]
-        self._library.functions.kvd_copy_block(
+        self.library.functions.kvd_copy_block(
             pool.data_ptr(), pool.stride(0), _pointer(layers), len(layers), source, target, num_tokens
         )
 
     def record(self, batch: Batch, cache: KVCache, forward: Callable[[Batch], torch.Tensor]) -> StepProgram:
+        codes = replace(batch, num_tokens=LiveSize.TOKENS, num_logit_rows=LiveSize.LOGIT_ROWS)
+        results: list[torch.Tensor] = []
+        stages = self.stages_of(lambda: results.append(forward(codes)))
+        return _NativeProgram(self, batch, stages, results[0])
+
+    def stages_of(self, calls: Callable[[], None]) -> list[Stage]:
+        """The stages of all ops that `calls` calls, in order; nothing is computed."""
         assert self._recording is None
         self._recording = []
         try:
-            codes = replace(batch, num_tokens=LiveSize.TOKENS, num_logit_rows=LiveSize.LOGIT_ROWS)
-            logits = forward(codes)
-            stages = self._recording
+            calls()
+            return self._recording
         finally:
             self._recording = None
-        return _NativeProgram(self, batch, stages, logits)
 
     def _emit(
         self,
@@ -226,20 +241,33 @@ class CpuOps(Ops):
 
 
 class _NativeProgram(StepProgram):
-    """All stages of a step, replayed by one native call."""
+    """All stages of a step, the choice of tokens the last of them, replayed by one native call."""
 
     def __init__(self, ops: CpuOps, batch: Batch, stages: list[Stage], logits: torch.Tensor) -> None:
         self.logits = logits
-        self.stages = fuse(stages)
-        self._ops = ops
-        self._array = as_array(self.stages)
+        self._pool = ops.pool
+        self._stages = fuse(stages)
         self._batch = batch
         self._native = NativeBatch(batch)
+        self._forward = as_array(self._stages)
+        self._sampler: Sampler | None = None
+        self._with_sampling = self._forward
 
     def run(self, batch: Batch, params: SamplingBatch | None) -> SamplingResult | None:
         assert batch is self._batch, "a program runs on the batch that it was made for"
-        self._ops.pool.run(self._array, len(self._array), self._native.refresh(batch))
-        return None if params is None else self._ops.sample(self.logits[: batch.num_logit_rows], params)
+        struct = self._native.refresh(batch)
+        if params is None:
+            self._pool.run(self._forward, len(self._forward), struct)
+            return None
+        sampler = self._sampler
+        if sampler is None or sampler.params is not params:
+            sampler = self._sampler = Sampler(params, self.logits, LiveSize.LOGIT_ROWS)
+            sample = Stage(Kernel.SAMPLE, sampler.args, (self.logits.data_ptr(),), (), (sampler,))
+            self._with_sampling = as_array([*self._stages, sample])
+        assert params.num_rows == batch.num_logit_rows
+        sampler.refresh()
+        self._pool.run(self._with_sampling, len(self._with_sampling), struct)
+        return sampler.result()
 
 
 def _table(weight: WeightMatrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:

@@ -53,8 +53,8 @@ def fuse(stages: list[Stage]) -> list[Stage]:
             and not _is_read_before_written(rest, before.writes[0])
         ):
             norm: Any = before.args
-            args = QuantizeArgs(norm.rows, norm.x, norm.weight, norm.width, norm.eps, stage.args.out)
-            result[-1] = Stage(Kernel.QUANTIZE, args, before.reads, stage.writes, before.keep + stage.keep)
+            quantize = QuantizeArgs(norm.rows, norm.x, norm.weight, norm.width, norm.eps, stage.args.out)
+            result[-1] = Stage(Kernel.QUANTIZE, quantize, before.reads, stage.writes, before.keep + stage.keep)
         elif (
             before is not None
             and isinstance(before.args, LinearArgs)
@@ -64,9 +64,9 @@ def fuse(stages: list[Stage]) -> list[Stage]:
             and not _is_read_before_written(rest, before.writes[0])
         ):
             silu: Any = stage.args
-            args = LinearArgs.from_buffer_copy(before.args)
-            args.out, args.gated = silu.out, 1
-            result[-1] = Stage(Kernel.LINEAR, args, before.reads, stage.writes, before.keep + stage.keep)
+            linear = LinearArgs.from_buffer_copy(before.args)
+            linear.out, linear.gated = silu.out, 1
+            result[-1] = Stage(Kernel.LINEAR, linear, before.reads, stage.writes, before.keep + stage.keep)
         else:
             result.append(stage)
     return result

@@ -22,6 +22,8 @@ class Kernel(IntEnum):
     ATTEND_MERGE = 7
     GATHER = 8
     SAMPLE = 9
+    READ_BYTES = 10
+    DOT_PEAK = 11
 
 
 class Type(IntEnum):
@@ -222,3 +224,7 @@ class SampleArgs(ctypes.Structure):
         ("top_logprobs", c_void_p),
         ("top_stride", c_int64),
     ]
+
+
+class MeasureArgs(ctypes.Structure):
+    _fields_ = [("bytes", c_void_p), ("count", c_int64), ("sink", c_void_p)]

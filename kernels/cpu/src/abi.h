@@ -30,6 +30,8 @@ enum KvdKernel {
     KVD_ATTEND_MERGE,
     KVD_GATHER,
     KVD_SAMPLE,
+    KVD_READ_BYTES,  // limits of the machine, for benchmarks
+    KVD_DOT_PEAK,
     KVD_NUM_KERNELS
 };
 
@@ -179,6 +181,12 @@ typedef struct {
     int64_t top_stride;
 } KvdSampleArgs;
 
+typedef struct {
+    const uint8_t *bytes;
+    int64_t count;   // bytes to read, or rounds of dot products
+    int64_t *sink;   // [threads]
+} KvdMeasureArgs;
+
 // ---- functions ----
 int32_t kvd_abi_version(void);
 // Names of the levels in this library, lowest first, separated by blanks.
@@ -194,6 +202,9 @@ void kvd_pool_destroy(KvdPool *pool);
 int32_t kvd_run(KvdPool *pool, const KvdStage *stages, int64_t num_stages, const KvdBatch *batch);
 // Steps run since the pool was made; tests count calls with it.
 int64_t kvd_pool_runs(const KvdPool *pool);
+
+// Integer operations (multiplications and additions) of one round of KVD_DOT_PEAK on one thread of that level.
+int64_t kvd_dot_peak_ops(const char *level);
 
 // Bytes that kvd_pack_part fills, for a matrix [num_outputs, num_inputs] with weight groups of `group` channels.
 int64_t kvd_packed_bytes(int32_t type, int64_t num_outputs, int64_t num_inputs, int64_t group);

@@ -31,7 +31,7 @@ static KVD_ALWAYS_INLINE int64_t live_rows(int64_t rows, const KvdBatch &batch) 
     return rows;
 }
 
-constexpr size_t SCRATCH_BYTES = size_t(4) << 20;
+constexpr size_t SCRATCH_BYTES = size_t(16) << 20;  // of addresses; only pages that a kernel touches take memory
 
 using Kernel = void (*)(const void *args, const KvdBatch &batch, Worker &worker);
 
@@ -39,6 +39,7 @@ struct LevelTable {
     const char *name;
     Kernel kernels[KVD_NUM_KERNELS];
     void (*enter_thread)();  // called once on every thread of a pool before its first stage; AMX configures here
+    int64_t dot_peak_ops;
 };
 
 }  // namespace kvd

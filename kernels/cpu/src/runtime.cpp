@@ -81,3 +81,8 @@ KVD_EXPORT int32_t kvd_pack_part(
     int64_t num_outputs, int64_t num_inputs, int64_t group, uint8_t *packed) {
     return kvd::pack_part(type, codes, scales, offsets, first, count, num_outputs, num_inputs, group, packed);
 }
+
+KVD_EXPORT int64_t kvd_dot_peak_ops(const char *name) {
+    const kvd::LevelTable *level = kvd::find_level(name);
+    return level == nullptr ? 0 : level->dot_peak_ops;
+}
