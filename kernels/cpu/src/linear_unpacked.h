@@ -7,7 +7,7 @@
 //
 // The sums and the float operations are those of multiply_tile in the same order, hence the same bytes.
 
-constexpr int64_t UNPACK_FROM_ROWS = 16;
+constexpr int64_t UNPACK_FROM_ROWS = 24;
 constexpr int64_t UNPACKED_BYTES = 16 << 10;
 
 KVD_INLINE int64_t record_bytes(int64_t length) { return length / 4 * LINE + 2 * TILE * 4; }
