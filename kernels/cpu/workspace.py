@@ -33,7 +33,7 @@ class Workspace:
         num_splits = -(-max_slots // SPLIT_SLOTS)
         wanted = min(max_seqs * num_splits * num_heads * (head_dim + 2), MAX_PARTIALS)
         if self._partials is None or self._partials.numel() < wanted:
-            self._partials = aligned_bytes(4 * wanted).view(torch.float32)
+            self._partials = aligned_bytes(4 * wanted).view(torch.float32).zero_()  # counters begin at zero
         return self._partials
 
     @property

@@ -1,0 +1,239 @@
+// What attention computes with: some query rows of one KV head, and one split of the block table at a time.
+// Included inside namespace kvd::KVD_LEVEL.
+//
+// A tile is `tokens` neighbouring query tokens of a sequence times the `heads` query heads of one KV head; its row
+// r = token · heads + head. All rows share every load of K and V. A split is 256 slots, 16 table entries, of which only
+// the entries [first_entry, last_entry) are read: those before and behind are seen by no row, and a slot that is not
+// seen adds an exact zero to every sum. Per split and row (reference.splits states the arithmetic):
+//
+//     scores [rows][256]    q·k · scales, then in place e = exp(score - peak), 0 where the row does not see the slot
+//     weights               e · value scale as integers, in the form that the level multiplies best
+//     out [rows][pitch]     Σ w·v · weight scale; pitch is head_dim rounded up to whole lines of 16
+//
+// The running state (state_peak, state_total, state_out) is what the splits so far have been merged to.
+
+constexpr int64_t SPLIT_SLOTS = KVD_SPLIT_SLOTS;
+constexpr int64_t BLOCK_TOKENS = KVD_BLOCK_TOKENS;
+constexpr int64_t SPLIT_ENTRIES = SPLIT_SLOTS / BLOCK_TOKENS;
+constexpr int64_t TILE_ROWS = 24;  // a tile has as many tokens as fit in so many rows, but one at least
+constexpr float LOWEST = -3.4028234663852886e38f;
+constexpr int32_t HIDDEN_POSITION = 0x7fffffff;
+
+// Hands out parts of a thread's scratch memory, each at a cache line.
+struct Arena {
+    uint8_t *next;
+
+    template <typename T>
+    KVD_ALWAYS_INLINE T *take(int64_t count) {
+        T *result = reinterpret_cast<T *>(next);
+        next += round_up(count * int64_t(sizeof(T)), 64);
+        return result;
+    }
+};
+
+struct Tile {
+    const KvdAttendArgs *args;
+    const KvdLayer *layer;
+    const KvdBatch *batch;
+    int64_t sequence, kv_head, first_token, tokens, heads, rows, head_dim, pitch, num_slots;
+    int32_t first_query, last_query;  // least and greatest position among the tokens
+    int query_bits, key_bits;         // of fixed-point numbers; the values' come from the number of slots
+    int weight_bits, value_bits;
+
+    // Queries.
+    int32_t *positions;       // [rows]
+    int8_t *codes;            // int8 keys: [rows][pitch]
+    int32_t *starts;          // int8 keys: [rows] what the dot product of a row begins with
+    float *query_scales;      // [rows], times the softmax scale
+    double *wide_codes;       // 16-bit keys: [rows][head_dim / 4][WD], four channels repeated to fill a vector
+    double *bias_codes;       // [rows][pitch]
+    float *bias_scales;       // [rows], times the softmax scale
+
+    // The split at hand.
+    int64_t first_entry, last_entry;
+    bool is_masked;             // some row does not see some slot of these entries
+    bool has_bad_values;        // int8 values: a scale that is NaN; 16-bit ones: an element that is not finite
+    const uint8_t *sections[SPLIT_ENTRIES];  // the layer's part of each block
+    int32_t *key_positions;     // [256], HIDDEN_POSITION where the slot is not in use; set where masked or biased
+    float *key_scales;          // [256]
+    float *value_scales;        // [256], 0 where the slot is not in use
+    uint8_t *bad_values;        // [256]
+    float *scores;              // [rows][256]
+    uint8_t *weights;           // [rows][512]
+    float *peak, *total, *weight_scales;  // [rows]
+    float *out;                 // [rows][pitch]
+    float *block_floats;        // one block of 16-bit K or V, or of rope rows: [16 · pitch]
+    double *wide_out;           // 16-bit values: [rows][head_dim · 4]
+
+    float *state_peak, *state_total, *state_out;
+    bool is_empty;              // no split has been merged yet
+    Arena rest;                 // scratch memory that nothing of this uses
+};
+
+static Tile make_tile(const KvdAttendArgs &args, const KvdBatch &batch, Arena arena) {
+    Tile tile{};
+    const KvdLayer &layer = *args.layer;
+    tile.args = &args;
+    tile.layer = &layer;
+    tile.batch = &batch;
+    tile.heads = args.num_heads / layer.num_kv_heads;
+    tile.head_dim = layer.head_dim;
+    tile.pitch = round_up(tile.head_dim, 16);
+    exact_bits(tile.head_dim, &tile.query_bits, &tile.key_bits);
+    exact_bits(SPLIT_SLOTS, &tile.weight_bits, &tile.value_bits);
+    // Per-row numbers are worked on in whole vectors.
+    const int64_t rows = round_up(tile.heads < TILE_ROWS ? TILE_ROWS : tile.heads, 16);
+    tile.positions = arena.take<int32_t>(rows);
+    tile.starts = arena.take<int32_t>(rows);
+    tile.query_scales = arena.take<float>(rows);
+    tile.bias_scales = arena.take<float>(rows);
+    tile.peak = arena.take<float>(rows);
+    tile.total = arena.take<float>(rows);
+    tile.weight_scales = arena.take<float>(rows);
+    tile.state_peak = arena.take<float>(rows);
+    tile.state_total = arena.take<float>(rows);
+    tile.key_positions = arena.take<int32_t>(SPLIT_SLOTS);
+    tile.key_scales = arena.take<float>(SPLIT_SLOTS);
+    tile.value_scales = arena.take<float>(SPLIT_SLOTS);
+    tile.bad_values = arena.take<uint8_t>(SPLIT_SLOTS);
+    tile.scores = arena.take<float>(rows * SPLIT_SLOTS);
+    tile.weights = arena.take<uint8_t>(rows * SPLIT_SLOTS * 2);
+    tile.out = arena.take<float>(rows * tile.pitch);
+    tile.state_out = arena.take<float>(rows * tile.pitch);
+    tile.codes = arena.take<int8_t>(rows * tile.pitch);
+    tile.block_floats = arena.take<float>(BLOCK_TOKENS * tile.pitch);
+    if (layer.k_type != KVD_I8) tile.wide_codes = arena.take<double>(rows * tile.head_dim / 4 * WD);
+    if (layer.v_type != KVD_I8) tile.wide_out = arena.take<double>(rows * tile.head_dim * 4);
+    if (args.key_bias != nullptr) tile.bias_codes = arena.take<double>(rows * tile.pitch);
+    tile.rest = arena;
+    return tile;
+}
+
+// Fixed point: the nearest integers after scaling by a power of two, which is returned. A multiple of W of them.
+KVD_INLINE float to_fixed_point(const float *x, int64_t count, int bits, float *codes) {
+    const float largest = largest_magnitude(x, count);
+    uint32_t word;
+    __builtin_memcpy(&word, &largest, 4);
+    const uint32_t scale_bits = fixed_point_scale_bits(word, bits), inverse_bits = reciprocal_bits(scale_bits);
+    float scale, inverse;
+    __builtin_memcpy(&scale, &scale_bits, 4);
+    __builtin_memcpy(&inverse, &inverse_bits, 4);
+    for (int64_t i = 0; i < count; i += W) store(codes + i, load(x + i) * splat(inverse) + ROUND - ROUND);
+    return scale;
+}
+
+// int8 codes of one row, their scale, and the start of its dot products. A row that is not finite has no codes; its
+// scale is NaN, which makes all its scores NaN.
+static void quantize_query(Tile &tile, int64_t row, const float *x) {
+    const float absmax = largest_magnitude(x, tile.pitch);
+    int8_t *codes = tile.codes + row * tile.pitch;
+    float step = absmax / 127.0f;
+    step = step == 0.0f ? 1.0f : step;
+    if (!(absmax <= -LOWEST)) {
+        step = __builtin_nanf("");
+        memset(codes, 0, size_t(tile.pitch));
+    } else {
+        round_to_codes(x, tile.pitch, step, codes);
+    }
+    tile.query_scales[row] = step * tile.args->scale;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < tile.pitch; ++i) sum += codes[i];
+    tile.starts[row] = KEY_OFFSET * sum;
+}
+
+// What q · RoPE_p(key bias) is made of, apart from the key's position p: see reference.rope.bias_coefficients.
+static void prepare_bias(Tile &tile, int64_t row, const float *q, float *coefficients) {
+    const int64_t half = tile.args->half;
+    const float *bias = tile.args->key_bias + tile.kv_head * tile.head_dim;
+    for (int64_t i = 0; i < half; ++i) {
+        coefficients[i] = q[i] * bias[i] + q[half + i] * bias[half + i];
+        coefficients[half + i] = q[half + i] * bias[i] - q[i] * bias[half + i];
+    }
+    for (int64_t i = 2 * half; i < tile.head_dim; ++i) coefficients[i] = q[i] * bias[i];
+    for (int64_t i = tile.head_dim; i < tile.pitch; ++i) coefficients[i] = 0.0f;
+    const float scale = to_fixed_point(coefficients, tile.pitch, tile.query_bits, coefficients);
+    tile.bias_scales[row] = scale * tile.args->scale;
+    for (int64_t i = 0; i < tile.pitch; ++i) tile.bias_codes[row * tile.pitch + i] = double(coefficients[i]);
+}
+
+// Choose the rows of a tile and turn their queries into integers.
+static void begin_tile(Tile &tile, int64_t sequence, int64_t kv_head, int64_t first_token, int64_t tokens) {
+    const KvdAttendArgs &args = *tile.args;
+    tile.sequence = sequence;
+    tile.kv_head = kv_head;
+    tile.first_token = first_token;
+    tile.tokens = tokens;
+    tile.rows = tokens * tile.heads;
+    tile.num_slots = tile.batch->groups[tile.layer->group_id].num_slots[sequence];
+    tile.is_empty = true;
+    tile.first_query = tile.last_query = tile.batch->positions[first_token];
+    alignas(64) float x[MAX_HEAD_DIM], more[MAX_HEAD_DIM];
+    for (int64_t row = 0; row < tile.rows; ++row) {
+        const int64_t token = first_token + row / tile.heads, head = kv_head * tile.heads + row % tile.heads;
+        const int32_t position = tile.batch->positions[token];
+        tile.positions[row] = position;
+        tile.first_query = position < tile.first_query ? position : tile.first_query;
+        tile.last_query = position > tile.last_query ? position : tile.last_query;
+        memcpy(x, args.q + (token * args.num_heads + head) * tile.head_dim, size_t(tile.head_dim) * 4);
+        for (int64_t i = tile.head_dim; i < tile.pitch; ++i) x[i] = 0.0f;
+        if (args.key_bias != nullptr) prepare_bias(tile, row, x, more);
+        if (tile.layer->rotation_size) hadamard(x, tile.head_dim, tile.layer->rotation_size);
+        if (tile.layer->k_type == KVD_I8) {
+            quantize_query(tile, row, x);
+            continue;
+        }
+        tile.query_scales[row] = to_fixed_point(x, tile.pitch, tile.query_bits, more) * args.scale;
+        double *wide = tile.wide_codes + row * (tile.head_dim / 4) * WD;
+        for (int64_t quad = 0; quad < tile.head_dim / 4; ++quad)
+            for (int64_t i = 0; i < WD; ++i) wide[quad * WD + i] = double(more[quad * 4 + i % 4]);
+    }
+}
+
+// Set the range of entries of a split that some row sees; false when there is none.
+static bool begin_split(Tile &tile, int64_t split) {
+    const KvdGroupTables &tables = tile.batch->groups[tile.layer->group_id];
+    const int64_t at = tile.sequence * tables.table_stride + split * SPLIT_ENTRIES, window = tile.layer->window;
+    const int32_t *first_positions = tables.first_positions + at;
+    const int64_t rest = tile.num_slots - split * SPLIT_SLOTS;
+    const int64_t entries = rest >= SPLIT_SLOTS ? SPLIT_ENTRIES : divide_up(rest, BLOCK_TOKENS);
+    tile.first_entry = entries;
+    tile.last_entry = 0;
+    tile.is_masked = false;
+    for (int64_t entry = 0; entry < entries; ++entry) {
+        const int64_t used = rest - entry * BLOCK_TOKENS;
+        const int64_t first = first_positions[entry], last = first + (used < BLOCK_TOKENS ? used : BLOCK_TOKENS) - 1;
+        if (first > tile.last_query || (window && last <= tile.first_query - window)) continue;
+        if (tile.last_entry == 0) tile.first_entry = entry;
+        tile.is_masked |= tile.last_entry != 0 && tile.last_entry != entry;  // a hole in the range is masked too
+        tile.last_entry = entry + 1;
+        tile.is_masked |= used < BLOCK_TOKENS || last > tile.first_query;
+        tile.is_masked |= window && first <= tile.last_query - window;
+    }
+    if (tile.last_entry == 0) return false;
+    const bool wants_positions = tile.is_masked || tile.args->key_bias != nullptr;
+    for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
+        tile.sections[entry] = tile.layer->pool + tables.block_tables[at + entry] * tile.layer->block_bytes;
+        if (!wants_positions) continue;
+        for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
+            const bool is_used = entry * BLOCK_TOKENS + i < rest;
+            tile.key_positions[entry * BLOCK_TOKENS + i] = is_used ? first_positions[entry] + int32_t(i) : HIDDEN_POSITION;
+        }
+    }
+    tile.has_bad_values = false;
+    return true;
+}
+
+// Slots of an entry that are in use.
+KVD_INLINE int64_t used_slots(const Tile &tile, int64_t split, int64_t entry) {
+    const int64_t used = tile.num_slots - split * SPLIT_SLOTS - entry * BLOCK_TOKENS;
+    return used < BLOCK_TOKENS ? used : BLOCK_TOKENS;
+}
+
+// float16 scales [kv_head][16] of the entries in range as float32 [256].
+KVD_INLINE void load_scales(const Tile &tile, int64_t offset, float *scales) {
+    for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
+        const uint8_t *source = tile.sections[entry] + offset + tile.kv_head * BLOCK_TOKENS * 2;
+        for (int64_t i = 0; i < BLOCK_TOKENS; i += W)
+            store(scales + entry * BLOCK_TOKENS + i, load_halves(reinterpret_cast<const uint16_t *>(source) + i));
+    }
+}
