@@ -10,7 +10,7 @@ INPUTS := pyproject.toml setup.py packaging/constraints.txt packaging/make_venv.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv serve test check check-full docs picture clean
+.PHONY: help venv serve test check check-full sanitize docs picture clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' Makefile
@@ -33,6 +33,13 @@ check: $(VENV)/.made-dev build/typing/kvd_kernels ## format, lint, types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy kvd build/typing/kvd_kernels
+
+# The sanitizers' runtime must be in the process before Python; Python itself leaks by design.
+sanitize: $(VENV)/.made-test ## run the kernel tests on a build with AddressSanitizer and UBSan
+	$(RUN) packaging/native_build.py build/native/sanitized.so --sanitize
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 KVD_NATIVE_LIBRARY=build/native/sanitized.so \
+	$(RUN) -m pytest -m "not gpu" tests/kernels $(ARGS)
 
 docs: venv ## write what is generated from the program: kvd.yaml and tables in docs/
 	$(RUN) packaging/make_docs.py

@@ -160,7 +160,8 @@ class Config:
         None,
         Integer(1, 4096, has_auto=True),
         "Memory",
-        "Threads that compute on the CPU; auto is one per physical core.",
+        "Threads that compute on the CPU; auto is one per physical core that this process may use, or less where a "
+        "control group grants less time.",
         origin="kvd",
     )
     device: str = setting(
@@ -171,9 +172,10 @@ class Config:
     )
     backend: str = setting(
         "auto",
-        Choice(("auto", "reference")),
+        Choice(("auto", "cpu", "reference")),
         "Memory",
-        "Implementation of the numeric operations; one that is asked for by name and cannot run is an error.",
+        "Implementation of the numeric operations: cpu is native code, reference plain torch and many times slower. "
+        "One that is asked for by name and cannot run is an error.",
         origin="kvd",
     )
 

@@ -143,5 +143,5 @@ def prepared_bytes(library: Library, linear: Linear) -> int:
     for run in _runs(linear.parts):
         kind, group = _type_and_group(run[0])
         num_outputs = sum(part.num_outputs for part in run)
-        total += library.functions.kvd_packed_bytes(kind, num_outputs, run[0].num_inputs, group) + ALIGNMENT_BYTES
+        total += library.functions.kvd_packed_bytes(kind, num_outputs, run[0].num_inputs, group)
     return total

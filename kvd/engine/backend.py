@@ -6,6 +6,7 @@ names the cost.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from kvd.errors import StartupError
@@ -31,3 +32,8 @@ def open_ops(name: str, num_threads: int | None, log: Callable[[str, str], None]
     for notice in getattr(ops, "notices", ()):
         log("warning", notice)
     return ops
+
+
+def log_to_stderr(level: str, message: str) -> None:
+    """A `log` for commands without a log of their own."""
+    print(f"kvd: {level}: {message}", file=sys.stderr)

@@ -18,6 +18,7 @@ from kvd.cache.store import allocate_cache
 from kvd.config import Config
 from kvd.core import BLOCK_SIZE, EngineInfo, MemoryBudget
 from kvd.engine import host_memory, profiling
+from kvd.engine.backend import open_ops
 from kvd.engine.engine import Engine
 from kvd.engine.runner import Runner, RunnerObserver
 from kvd.errors import NotEnoughMemory
@@ -30,7 +31,6 @@ from kvd.model.weights import ModelWeights
 from kvd.scheduler.scheduler import Scheduler, SchedulerConfig
 from kvd_kernels.kv_format import KVFormat
 from kvd_kernels.ops import Ops
-from kvd_kernels.registry import create_ops
 from kvd_kernels.weights import stored_bytes
 
 AUTO_MAX_NUM_SEQS = 16
@@ -64,7 +64,7 @@ def build_engine(
         AUTO_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs,
     )
     limits = _Limits(max(limits.max_tokens, limits.max_seqs), limits.max_seqs)
-    ops = create_ops("reference")
+    ops = open_ops(config.backend, config.cpu_threads, log)
     kv_format = spec.kv_format(config.kv_cache_dtype)
     weights = load_weights(files, spec, progress=progress)
     weight_bytes = prepared_weight_bytes(ops, weights)
@@ -109,7 +109,7 @@ def build_engine(
         served_names=tuple(config.served_model_name) or (config.model,),
         architecture=spec.architecture,
         quantization=spec.quantization,
-        backend=ops.name,
+        backend=ops.label,
         device=str(ops.device),
         kv_cache_dtype="int8" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_model_len=pool.max_model_len,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvd.engine.backend import log_to_stderr, open_ops
 from kvd.errors import ConfigError, UnsupportedModel
 from kvd.model.awq_config import read_awq_config
 from kvd.model.files import ModelFiles
@@ -37,7 +38,6 @@ from kvd.tools.awq_writer import (
 )
 from kvd.tools.wrapped_ops import LINEARS_PER_BLOCK, RecordingOps
 from kvd_kernels.ops import Ops
-from kvd_kernels.registry import create_ops
 from kvd_kernels.weights import Linear, dequantize
 
 GROUP_SIZES = (32, 64, 128)
@@ -110,7 +110,7 @@ def run(
 
     weights = load_weights(files, spec, progress=progress)
     stride = max(1, len(calibration) // SAMPLED_ROWS)
-    ops = RecordingOps(create_ops("reference"), sample_stride=stride)
+    ops = RecordingOps(_ops(), sample_stride=stride)
     scorer = _scorer(files, weights, ops, progress)
     before = _measure(scorer, evaluation, "Perplexity before", progress)
     if scaling:
@@ -126,7 +126,7 @@ def run(
         del weights, ops
         converted = resolve_model(str(directory), home=home, revision=None, progress=progress)
         converted_weights = load_weights(converted, read_spec(converted), progress=progress)
-        scorer = _scorer(converted, converted_weights, create_ops("reference"), progress)
+        scorer = _scorer(converted, converted_weights, _ops(), progress)
         after = _measure(scorer, evaluation, "Perplexity after", progress)
     return ConvertReport(
         source, str(destination), group_size, scaling, num_bytes, scorer.num_scored(len(evaluation)), before, after
@@ -152,6 +152,10 @@ def check_dimensions(spec: ModelSpec, group_size: int) -> None:
             working = [size for size in GROUP_SIZES if all(shape[1] % size == 0 for shape in shapes.values())]
             advice = f"--group-size {' or '.join(map(str, working))} works" if working else "no group size of AWQ works"
             raise UnsupportedModel(f"{name}: groups of {group_size} do not divide its {inputs} inputs; {advice}")
+
+
+def _ops() -> Ops:
+    return open_ops("auto", None, log_to_stderr)
 
 
 def _scorer(files: ModelFiles, weights: ModelWeights, ops: Ops, progress: Progress) -> perplexity.Scorer:

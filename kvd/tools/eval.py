@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvd.engine.backend import log_to_stderr, open_ops
 from kvd.errors import ConfigError
 from kvd.model.loading import load_weights, read_spec, resolve_model
 from kvd.model.progress import Progress
@@ -20,7 +21,6 @@ from kvd.tools import perplexity
 from kvd.tools.perplexity import Divergence
 from kvd.tools.wrapped_ops import FloatLinearOps
 from kvd_kernels.ops import Ops
-from kvd_kernels.registry import create_ops
 
 REFERENCE_KV_DTYPE = "fp16"
 EVALUATED_KV_DTYPES = ("auto", "int8", "fp16", "bf16")
@@ -105,7 +105,7 @@ def run(
     spec = read_spec(files)
     token_ids = perplexity.load_tokens(files, text, num_tokens)
     weights = load_weights(files, spec, progress=progress)
-    ops = create_ops("reference")
+    ops = open_ops("auto", None, log_to_stderr)
     floats = FloatLinearOps(ops)
     window = min(window, spec.max_positions)
     first_token = perplexity.first_token_of(files)

@@ -106,13 +106,9 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
     spec = read_spec(files)
     _check_quantization(config, spec)
 
-    import torch
-
     from kvd.engine.build import build_engine
     from kvd.text.text_model import TextModel
 
-    if config.cpu_threads is not None:
-        torch.set_num_threads(config.cpu_threads)
     text = TextModel(
         files.tokenizer_json,
         chat_template=_chat_template(config, files),

@@ -19,7 +19,7 @@ def default_decoder(default_model_files: ModelFiles) -> Decoder:
     weights = load_weights(default_model_files, spec, progress=QuietProgress())
     return Decoder(
         weights,
-        create_ops("reference"),
+        create_ops("cpu"),
         spec.kv_format("auto"),
         max_tokens=512,
         max_seqs=16,

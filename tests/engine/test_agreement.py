@@ -45,7 +45,7 @@ def our_logits(path: Path, tmp_path: Path, token_ids: list[int], *, kv_cache_dty
     weights = load_weights(files, spec, progress=quiet, head_int8=False)
     decoder = Decoder(
         weights,
-        create_ops("reference"),
+        create_ops("cpu"),
         spec.kv_format(kv_cache_dtype),
         max_tokens=64,
         max_seqs=2,

@@ -5,13 +5,15 @@ Real weights, real cache. Each scenario is compared with the same request run al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from kvd.model.decoder import Decoder
+from kvd_kernels.cpu.library import Pool, installed_library
+from kvd_kernels.ops import Ops
 from tests.engine.harness import Harness, greedy, tokens_of
 
 NUM_TOKENS = 6
@@ -99,17 +101,18 @@ def test_forced_preemption(default_decoder, default_tokenizer, prompt, alone) ->
     assert_same_bytes(harness.recorder.rows_of("it"), alone)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+LEVELS = installed_library().levels
 
 
-def test_one_thread(default_decoder, prompt, alone, one_thread: None) -> None:
+@pytest.mark.parametrize(
+    ("level", "num_threads"), [(LEVELS[-1], 1), (LEVELS[-1], 3), *[(level, 2) for level in LEVELS[:-1]]]
+)
+def test_threads_and_isa_levels(default_decoder, prompt, alone, monkeypatch, level: str, num_threads: int) -> None:
+    pool = Pool(installed_library(), level, num_threads)
+    monkeypatch.setattr(default_decoder.ops, "pool", pool)
     harness = Harness(default_decoder, chunk=64)
     harness.run([greedy("it", prompt, NUM_TOKENS)])
+    pool.close()
     assert_same_bytes(harness.recorder.rows_of("it"), alone)
 
 
@@ -127,6 +130,7 @@ def test_a_planted_fault_of_one_ulp_is_found(default_decoder, prompt, alone, mon
             out[n - 1, widest] = torch.nextafter(out[n - 1, widest], torch.tensor(torch.inf))
 
     monkeypatch.setattr(ops, "silu_mul", faulty)
+    monkeypatch.setattr(ops, "record", partial(Ops.record, ops))  # op by op, so that the fault is met
     harness = Harness(default_decoder)
     harness.run([greedy("it", prompt, NUM_TOKENS)])
     assert calls > 20

@@ -141,14 +141,15 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weight_bytes_are_what_the_decoder_holds(tied: bool, tmp_path: Path) -> None:
+def test_weight_bytes_are_what_the_decoder_holds(tied: bool, backend: str, tmp_path: Path) -> None:
     path = make_awq(tmp_path / "model", base="llama", group_size=64, tie_word_embeddings=tied)
     quiet = QuietProgress()
     files = resolve_model(str(path), home=tmp_path / "home", revision=None, progress=quiet)
     spec = read_spec(files)
     weights = load_weights(files, spec, progress=quiet)
-    ops = create_ops("reference")
+    ops = create_ops(backend)
     expected = prepared_weight_bytes(ops, weights)
     decoder = Decoder(weights, ops, spec.kv_format("int8"), max_tokens=1, max_seqs=1, max_positions=16, progress=quiet)
     held = (decoder._embedding, decoder._head, decoder._final_norm, decoder._layers)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
+import native_build
 import pytest
 import torch
 
+from kvd_kernels.cpu.library import Library, open_library
 from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
 
-IMPLEMENTATIONS = ("reference", "reference-a16")
+IMPLEMENTATIONS = ("reference", "reference-a16", "cpu")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -18,12 +21,28 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return create_ops(request.param)
 
 
-@pytest.fixture(params=["reference"])
+@pytest.fixture(params=["reference", "cpu"])
 def exact_ops(request: pytest.FixtureRequest) -> Ops:
     """The implementations that promise the same bits in every batch."""
     made = create_ops(request.param)
     assert made.arithmetic == "a8"
     return made
+
+
+@pytest.fixture(scope="session")
+def emulated_library() -> Library:
+    """All ISA levels with their instructions replaced by plain C++, so that this processor runs their code.
+
+    Built once per state of the sources, into build/native.
+    """
+    sources = sorted(native_build.SOURCES.iterdir())
+    state = hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
+    target = native_build.ROOT / "build" / "native" / f"emulated-{state}.so"
+    if not target.exists():
+        for old in target.parent.glob("emulated-*.so"):
+            old.unlink()
+        native_build.build_library(target, emulate=True)
+    return open_library(target)
 
 
 @pytest.fixture(autouse=True)

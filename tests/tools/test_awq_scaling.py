@@ -117,7 +117,7 @@ def test_folding_changes_no_function(tmp_path: Path, home: Path) -> None:
     folded = replace(weights, layers=tuple(scaled))
 
     def logits(model: ModelWeights) -> torch.Tensor:
-        scorer = build_scorer(model, create_ops("reference"), "fp16", window=64, chunk=64)
+        scorer = build_scorer(model, create_ops("cpu"), "fp16", window=64, chunk=64)
         return next(iter(scorer.chunks(list(range(3, 67))))).logits.clone()
 
     expected, actual = logits(weights), logits(folded)

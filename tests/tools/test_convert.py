@@ -75,7 +75,7 @@ def test_the_result_computes_what_its_stored_numbers_say(tmp_path: Path, home: P
     run(make_qwen2(tmp_path / "source", seed=4), tmp_path / "awq", home, group_size=32)
     _, weights = load(tmp_path / "awq", home, head_int8=False)
     token_ids = list(range(3, 67))
-    scorer = build_scorer(weights, FloatLinearOps(create_ops("reference")), "fp16", window=64, chunk=64)
+    scorer = build_scorer(weights, FloatLinearOps(create_ops("cpu")), "fp16", window=64, chunk=64)
     logits = next(iter(scorer.chunks(token_ids))).logits
     with torch.no_grad():
         expected = load_reference(tmp_path / "awq")(torch.tensor([token_ids[:-1]])).logits[0]

@@ -65,7 +65,7 @@ def test_the_loader_reads_what_the_files_say(reports: dict[bool, ConvertReport],
     tensors = reference_tensors(path)
     layers = tuple(_floats(tensors, index, layer) for index, layer in enumerate(loaded.layers))
     token_ids = perplexity.load_tokens(files, None, 256)
-    ops = create_ops("reference")
+    ops = create_ops("cpu")
     floats = FloatLinearOps(ops)
     reference = build_scorer(replace(loaded, layers=layers), floats, "fp16", window=256)
     sides = [build_scorer(loaded, backend, "fp16", window=256) for backend in (floats, ops)]

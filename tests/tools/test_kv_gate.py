@@ -28,7 +28,7 @@ BIASED_CHANNELS = (26, 26 + HEAD_DIM // 2, 31, 31 + HEAD_DIM // 2)
 
 def compare(weights: ModelWeights, token_ids: list[int], kv_cache_dtype: str, *, window: int = 2048) -> Divergence:
     """That format against a 16-bit cache, both with float32 linears."""
-    ops = FloatLinearOps(create_ops("reference"))
+    ops = FloatLinearOps(create_ops("cpu"))
     reference, judged = (build_scorer(weights, ops, dtype, window=window) for dtype in ("fp16", kv_cache_dtype))
     return kl_divergence(reference, [judged], token_ids)[0]
 
@@ -87,7 +87,7 @@ def test_attention_of_the_planted_model_matters(planted: tuple[ModelWeights, lis
     """Without what its heads read, the model predicts something else: the gate above is no formality."""
     weights, token_ids = planted
     silent = tuple(replace(layer, output=_times_zero(layer.output)) for layer in weights.layers)
-    ops = create_ops("reference")
+    ops = create_ops("cpu")
     loud, muted = (build_scorer(model, ops, "fp16", window=384) for model in (weights, replace(weights, layers=silent)))
     (result,) = kl_divergence(loud, [muted], token_ids)
     assert result.mean_kl > 0.5

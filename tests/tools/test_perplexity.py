@@ -23,7 +23,7 @@ TOKENS = [(7 * index * index + 3 * index) % 317 + 3 for index in range(100)]
 def test_losses_are_those_of_transformers(tmp_path: Path, home: Path) -> None:
     path = make_llama(tmp_path / "model")
     _, weights = load(path, home, head_int8=False)
-    scorer = build_scorer(weights, create_ops("reference"), "fp16", window=48, chunk=20)
+    scorer = build_scorer(weights, create_ops("cpu"), "fp16", window=48, chunk=20)
     scores = scorer.score(TOKENS)
     model = load_reference(path)
     expected = []
@@ -41,7 +41,7 @@ def test_losses_are_those_of_transformers(tmp_path: Path, home: Path) -> None:
 @pytest.mark.parametrize("first_token", [None, 0])
 def test_every_token_is_scored_once(tmp_path: Path, home: Path, num_tokens: int, first_token: int | None) -> None:
     _, weights = load(make_llama(tmp_path / "model", num_hidden_layers=1), home)
-    scorer = build_scorer(weights, create_ops("reference"), "int8", window=48, chunk=32, first_token=first_token)
+    scorer = build_scorer(weights, create_ops("cpu"), "int8", window=48, chunk=32, first_token=first_token)
     targets = torch.cat([chunk.targets for chunk in scorer.chunks(TOKENS[:num_tokens])]).tolist()
     if first_token is None:
         assert targets == [token for index, token in enumerate(TOKENS[:num_tokens]) if index % 48]
@@ -52,14 +52,14 @@ def test_every_token_is_scored_once(tmp_path: Path, home: Path, num_tokens: int,
 
 def test_chunks_do_not_change_a_bit(tmp_path: Path, home: Path) -> None:
     _, weights = load(make_llama(tmp_path / "model"), home)
-    ops = create_ops("reference")
+    ops = create_ops("cpu")
     losses = [build_scorer(weights, ops, "int8", window=64, chunk=chunk).score(TOKENS).nll for chunk in (7, 64)]
     assert torch.equal(*losses)
 
 
 def test_divergence_of_a_model_from_itself_is_zero(tmp_path: Path, home: Path) -> None:
     _, weights = load(make_llama(tmp_path / "model"), home)
-    ops = create_ops("reference")
+    ops = create_ops("cpu")
     first, second = (build_scorer(weights, ops, "fp16", window=64, chunk=32) for _ in range(2))
     (result,) = kl_divergence(first, [second], TOKENS)
     assert result.mean_kl == 0
@@ -68,7 +68,7 @@ def test_divergence_of_a_model_from_itself_is_zero(tmp_path: Path, home: Path) -
 
 
 def test_divergence_is_the_definition(tmp_path: Path, home: Path) -> None:
-    ops = create_ops("reference")
+    ops = create_ops("cpu")
     scorers = []
     for seed in (1, 2):
         _, weights = load(make_llama(tmp_path / f"model{seed}", seed=seed), home)
@@ -84,7 +84,7 @@ def test_logits_that_overflow_are_an_error(tmp_path: Path, home: Path) -> None:
     path = make_llama(tmp_path / "model")
     rewrite_tensors(path, model__layers__0__input_layernorm__weight=torch.full((128,), 3e38))
     _, weights = load(path, home)
-    scorer = build_scorer(weights, create_ops("reference"), "fp16", window=64, chunk=64)
+    scorer = build_scorer(weights, create_ops("cpu"), "fp16", window=64, chunk=64)
     with pytest.raises(StartupError, match="not finite"):
         scorer.score(TOKENS)
 
@@ -128,7 +128,7 @@ def test_float_linears_are_the_exact_weights(tmp_path: Path, home: Path) -> None
     """An AWQ model with its linears in float32 is transformers' model with the dequantised weights."""
     path = make_awq(tmp_path / "model", base="qwen2")
     _, weights = load(path, home, head_int8=False)
-    scorer = build_scorer(weights, FloatLinearOps(create_ops("reference")), "fp16", window=64, chunk=64)
+    scorer = build_scorer(weights, FloatLinearOps(create_ops("cpu")), "fp16", window=64, chunk=64)
     logits = next(iter(scorer.chunks(TOKENS[:64]))).logits
     with torch.no_grad():
         expected = load_reference(path)(torch.tensor([TOKENS[:63]])).logits[0]

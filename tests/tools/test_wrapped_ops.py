@@ -20,7 +20,7 @@ def test_every_input_is_counted_whatever_the_chunks(tmp_path: Path, home: Path) 
     _, weights = load(make_llama(tmp_path / "model"), home)
     seen = []
     for chunk in (7, 60):
-        ops = RecordingOps(create_ops("reference"), sample_stride=4)
+        ops = RecordingOps(create_ops("cpu"), sample_stride=4)
         scorer = build_scorer(weights, ops, "fp16", window=64, chunk=chunk)
         scorer.score(TOKENS)
         ops.recording = True
@@ -38,7 +38,7 @@ def test_every_input_is_counted_whatever_the_chunks(tmp_path: Path, home: Path) 
 
 def test_the_first_input_is_the_normed_embedding(tmp_path: Path, home: Path) -> None:
     _, weights = load(make_llama(tmp_path / "model"), home)
-    ops = RecordingOps(create_ops("reference"), sample_stride=1)
+    ops = RecordingOps(create_ops("cpu"), sample_stride=1)
     scorer = build_scorer(weights, ops, "fp16", window=64, chunk=16)
     ops.recording = True
     scorer.score(TOKENS)
@@ -54,17 +54,17 @@ def test_the_first_input_is_the_normed_embedding(tmp_path: Path, home: Path) -> 
 
 def test_recording_changes_no_bit(tmp_path: Path, home: Path) -> None:
     _, weights = load(make_awq(tmp_path / "model"), home)
-    ops = RecordingOps(create_ops("reference"), sample_stride=1)
+    ops = RecordingOps(create_ops("cpu"), sample_stride=1)
     recorded = build_scorer(weights, ops, "int8", window=64)
     ops.recording = True
-    plain = build_scorer(weights, create_ops("reference"), "int8", window=64)
+    plain = build_scorer(weights, create_ops("cpu"), "int8", window=64)
     assert torch.equal(recorded.score(TOKENS).nll, plain.score(TOKENS).nll)
 
 
 def test_float_linears_are_prepared_once(tmp_path: Path, home: Path) -> None:
     _, weights = load(make_awq(tmp_path / "model"), home)
-    ops = FloatLinearOps(create_ops("reference"))
+    ops = FloatLinearOps(create_ops("cpu"))
     down = weights.layers[0].down
     assert ops.prepare_linear(down) is ops.prepare_linear(down)
     assert ops.prepare_linear(down) is not ops.prepare_linear(Linear(down.parts))
-    assert ops.prepared_bytes(down) > create_ops("reference").prepared_bytes(down)
+    assert ops.prepared_bytes(down) > create_ops("cpu").prepared_bytes(down)
