@@ -89,12 +89,19 @@ def _type_and_group(part: WeightMatrix) -> tuple[Type, int]:
     return (Type.U4 if isinstance(part, Int4Weight) else Type.I8), part.group_size
 
 
+def _packed_bytes(library: Library, kind: Type, num_outputs: int, num_inputs: int, group: int) -> int:
+    num_bytes: int = library.functions.kvd_packed_bytes(kind, num_outputs, num_inputs, group)
+    if num_bytes < 0:
+        raise NotImplementedError(f"a {kind.name} matrix of {num_outputs} × {num_inputs} in groups of {group} channels")
+    return num_bytes
+
+
 def _pack_run(library: Library, run: list[WeightMatrix]) -> torch.Tensor:
     kind, group = _type_and_group(run[0])
     num_inputs = run[0].num_inputs
     num_outputs = sum(part.num_outputs for part in run)
     assert num_inputs % group == 0, "group size does not divide the input channels"
-    packed = aligned_bytes(library.functions.kvd_packed_bytes(kind, num_outputs, num_inputs, group))
+    packed = aligned_bytes(_packed_bytes(library, kind, num_outputs, num_inputs, group))
     first = 0
     for part in run:
         scales = offsets = None
@@ -143,5 +150,5 @@ def prepared_bytes(library: Library, linear: Linear) -> int:
     for run in _runs(linear.parts):
         kind, group = _type_and_group(run[0])
         num_outputs = sum(part.num_outputs for part in run)
-        total += library.functions.kvd_packed_bytes(kind, num_outputs, run[0].num_inputs, group)
+        total += _packed_bytes(library, kind, num_outputs, run[0].num_inputs, group)
     return total

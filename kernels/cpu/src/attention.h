@@ -125,10 +125,12 @@ static void attend(const void *raw, const KvdBatch &batch, Worker &worker) {
     const AttentionPlan plan = plan_attention(args, batch, worker.count, arena);
     const int64_t kv_heads = args.layer->num_kv_heads;
     const int64_t mass_units = args.block_mass == nullptr ? 0 : batch.num_seqs;
-    Tile tile{};
+    Tile tile;
+    bool is_made = false;
     int64_t sequence = 0;
     for (int64_t unit; (unit = worker.claim()) < plan.num_units + mass_units;) {
-        if (tile.args == nullptr) tile = make_tile(args, batch, arena);
+        if (!is_made) make_tile(tile, args, batch, arena);
+        is_made = true;
         if (unit >= plan.num_units) {
             mass_of_sequence(tile, unit - plan.num_units, tile.rest);
             continue;

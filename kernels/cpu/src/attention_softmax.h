@@ -17,18 +17,19 @@ KVD_INLINE float sum_slots(const float *x, int64_t width) {
         }
         lanes = load(sums);
     }
-    for (int half = W / 2; half >= 1; half /= 2) {
-        vi partner;
-        for (int i = 0; i < W; ++i) partner[i] = (i + half) % W;
-        lanes += __builtin_shuffle(lanes, partner);
-    }
+#pragma GCC unroll 4
+    for (int step = W / 2; step >= 1; step /= 2) lanes += turn_lanes(lanes, step);
     return lanes[0];
 }
 
+// The largest lane of numbers.
 KVD_INLINE float larger_lane(vf x) {
-    float best = x[0];
-    for (int i = 1; i < W; ++i) best = x[i] > best ? x[i] : best;
-    return best;
+#pragma GCC unroll 4
+    for (int step = W / 2; step >= 1; step /= 2) {
+        const vf turned = turn_lanes(x, step);
+        x = turned > x ? turned : x;
+    }
+    return x[0];
 }
 
 // Scores to e = exp(score - peak) in place, with peak and total of the row. A NaN among them is left out of the peak
@@ -57,7 +58,15 @@ KVD_INLINE void exponentiate_row(Tile &tile, int64_t row) {
     const float peak = larger_lane(best);
     tile.peak[row] = peak;
     const vf shift = splat(peak < LOWEST ? LOWEST : peak);
-    for (int64_t i = first; i < last; i += W) store(scores + i, exp_nonpositive(load(scores + i) - shift));
+    constexpr int VECS = 32 / W;
+    int64_t i = first;
+    for (; i + 32 <= last; i += 32) {
+        vf x[VECS];
+        for (int v = 0; v < VECS; ++v) x[v] = load(scores + i + v * W) - shift;
+        exp_nonpositive(x);
+        for (int v = 0; v < VECS; ++v) store(scores + i + v * W, x[v]);
+    }
+    for (; i < last; i += W) store(scores + i, exp_nonpositive(load(scores + i) - shift));
     int64_t width = BLOCK_TOKENS;
     while (width < last) width *= 2;
     for (int64_t i = 0; i < first; i += W) store(scores + i, splat(0.0f));
@@ -84,7 +93,7 @@ KVD_INLINE void weigh_row(Tile &tile, int64_t row) {
         ratio = ratio < most ? ratio : most;
         const vf code = ratio + ROUND;
         if constexpr (IS_INT8)
-            store_weights(tile.weights + row * SPLIT_SLOTS * 2, i, bits(code) - bits(splat(ROUND)));
+            store_weights(tile.weights + row * SPLIT_SLOTS * 2, i, bits(code) & 0x7fff);
         else
             store(e + i, code - ROUND);
     }

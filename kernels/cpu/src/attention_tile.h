@@ -54,6 +54,8 @@ struct Tile {
     bool is_masked;             // some row does not see some slot of these entries
     bool has_bad_values;        // int8 values: a scale that is NaN; 16-bit ones: an element that is not finite
     const uint8_t *sections[SPLIT_ENTRIES];  // the layer's part of each block
+    bool has_next;              // next_keys is set: this chain goes on behind this split
+    const uint8_t *next_keys[SPLIT_ENTRIES];  // K of this head in the blocks of the next split
     int32_t *key_positions;     // [256], HIDDEN_POSITION where the slot is not in use; set where masked or biased
     float *key_scales;          // [256]
     float *value_scales;        // [256], 0 where the slot is not in use
@@ -70,8 +72,7 @@ struct Tile {
     Arena rest;                 // scratch memory that nothing of this uses
 };
 
-static Tile make_tile(const KvdAttendArgs &args, const KvdBatch &batch, Arena arena) {
-    Tile tile{};
+static void make_tile(Tile &tile, const KvdAttendArgs &args, const KvdBatch &batch, Arena arena) {
     const KvdLayer &layer = *args.layer;
     tile.args = &args;
     tile.layer = &layer;
@@ -106,7 +107,6 @@ static Tile make_tile(const KvdAttendArgs &args, const KvdBatch &batch, Arena ar
     if (layer.v_type != KVD_I8) tile.wide_out = arena.take<double>(rows * tile.head_dim * 4);
     if (args.key_bias != nullptr) tile.bias_codes = arena.take<double>(rows * tile.pitch);
     tile.rest = arena;
-    return tile;
 }
 
 // Fixed point: the nearest integers after scaling by a power of two, which is returned. A multiple of W of them.
@@ -137,7 +137,8 @@ static void quantize_query(Tile &tile, int64_t row, const float *x) {
     }
     tile.query_scales[row] = step * tile.args->scale;
     int32_t sum = 0;
-    for (int64_t i = 0; i < tile.pitch; ++i) sum += codes[i];
+    if (KEY_OFFSET)
+        for (int64_t i = 0; i < tile.pitch; ++i) sum += codes[i];
     tile.starts[row] = KEY_OFFSET * sum;
 }
 
@@ -220,6 +221,12 @@ static bool begin_split(Tile &tile, int64_t split) {
         }
     }
     tile.has_bad_values = false;
+    tile.has_next = rest > SPLIT_SLOTS;
+    for (int64_t entry = 0; tile.has_next && entry < SPLIT_ENTRIES; ++entry) {
+        const bool is_used = SPLIT_SLOTS + entry * BLOCK_TOKENS < rest;  // else any address will do
+        const int64_t block = is_used ? tables.block_tables[at + SPLIT_ENTRIES + entry] : 0;
+        tile.next_keys[entry] = tile.layer->pool + block * tile.layer->block_bytes + tile.kv_head * tile.head_dim * 16;
+    }
     return true;
 }
 

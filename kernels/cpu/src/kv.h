@@ -40,9 +40,17 @@ KVD_INLINE vf butterfly(vf x) {
     return __builtin_shuffle(x, partner) + (vf)((vi)x ^ sign);
 }
 
+// 1 / √size for a power of two.
+KVD_INLINE float hadamard_scale(int64_t size) {
+    const float root_of_half = 0.70710678118654752440f;  // rounding commutes with powers of two
+    const int log = __builtin_ctzll(uint64_t(size));
+    const float power = 1.0f / float(int64_t(1) << log / 2);
+    return log % 2 ? power * root_of_half : power;
+}
+
 // Blocks of `size` channels times the orthonormal Hadamard matrix, in place. x has room for whole vectors of W.
 KVD_INLINE void hadamard(float *x, int64_t head_dim, int64_t size) {
-    const vf scale = splat(float(1.0 / __builtin_sqrt(double(size))));
+    const vf scale = splat(hadamard_scale(size));
     for (int64_t i = 0; i < head_dim; i += W) {
         vf v = load(x + i);
         if (size > 1) v = butterfly<1>(v);
@@ -81,13 +89,11 @@ KVD_INLINE float largest_magnitude(const float *x, int64_t count) {
 
 // Integers within ±127 nearest to x / divisor, a multiple of W of them; 0 where x is NaN.
 KVD_INLINE void round_to_codes(const float *x, int64_t count, float divisor, int8_t *codes) {
-    typedef int8_t code_vector __attribute__((vector_size(W), aligned(1), may_alias));
     for (int64_t i = 0; i < count; i += W) {
         vf ratio = load(x + i) / splat(divisor);
         ratio = ratio == ratio ? ratio : splat(0.0f);
         ratio = ratio > 127.0f ? splat(127.0f) : ratio < -127.0f ? splat(-127.0f) : ratio;
-        const vi code = truncate(ratio + ROUND - ROUND);
-        *reinterpret_cast<code_vector *>(codes + i) = __builtin_convertvector(code, code_vector);
+        store_low_bytes(codes + i, bits(ratio + ROUND));
     }
 }
 

@@ -31,7 +31,9 @@ static inline void relax() {}
 
 namespace {
 
-constexpr int SPINS_BEFORE_YIELD = 2000;
+// Some microseconds: as long as a stage's threads drift apart when each has a core. Longer would hold the core that a
+// delayed thread waits for; with one core busy elsewhere 2,000 made steps twice as long as 100.
+constexpr int SPINS_BEFORE_YIELD = 100;
 using Clock = std::chrono::steady_clock;
 
 struct alignas(64) Padded {

@@ -6,8 +6,6 @@
 
 #include "tiles.h"
 
-typedef int8_t codes_of_vector __attribute__((vector_size(W), aligned(1), may_alias));
-
 // One group of `length` channels, a multiple of W.
 KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, float *scale, float *sum) {
     vf largest = splat(0.0f);
@@ -28,7 +26,7 @@ KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, fl
         ratio = ratio > 127.0f ? splat(127.0f) : ratio < -127.0f ? splat(-127.0f) : ratio;
         const vi code = truncate(ratio + ROUND - ROUND);
         total += code;
-        *reinterpret_cast<codes_of_vector *>(codes + i) = __builtin_convertvector(code, codes_of_vector);
+        store_low_bytes(codes + i, code);
     }
     int32_t lanes = 0;
     for (int i = 0; i < W; ++i) lanes += total[i];

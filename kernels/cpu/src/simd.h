@@ -78,6 +78,23 @@ KVD_INLINE float bf16_to_float(uint16_t h) {
     return value;
 }
 
+// The lowest byte of every lane, W bytes.
+#if defined(KVD_EMULATE) || defined(KVD_LEVEL_PORTABLE)
+KVD_INLINE void store_low_bytes(void *p, vi x) {
+    typedef uint8_t bytes __attribute__((vector_size(W), aligned(1), may_alias));
+    *reinterpret_cast<bytes *>(p) = __builtin_convertvector(x, bytes);
+}
+#elif defined(KVD_LEVEL_AVX512VNNI) || defined(KVD_LEVEL_AMX)
+KVD_INLINE void store_low_bytes(void *p, vi x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+#else
+KVD_INLINE void store_low_bytes(void *p, vi x) {
+    const __m256i order = _mm256_set1_epi32(0x0c080400);
+    const __m256i halves = _mm256_shuffle_epi8((__m256i)x, order);
+    _mm_storel_epi64(
+        (__m128i *)p, _mm_unpacklo_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+}
+#endif
+
 #if defined(KVD_EMULATE) || defined(KVD_LEVEL_PORTABLE)
 KVD_INLINE vf load_halves(const uint16_t *p) {
     vf out;
