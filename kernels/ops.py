@@ -212,6 +212,7 @@ class Ops(ABC):
     arithmetic_id: str
     device: torch.device
     activation_dtype: torch.dtype
+    notices: tuple[str, ...] = ()  # what a user should know about how this backend started
 
     @property
     def label(self) -> str:

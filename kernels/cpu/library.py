@@ -85,13 +85,12 @@ def installed_library() -> Library:
     return open_library(found[0])
 
 
-def choose_level(library: Library, wanted: str | None = None) -> str:
-    """The highest usable level, or the one that KVD_CPU_ISA (or `wanted`) names; NativeUnavailable if it cannot run."""
-    wanted = wanted or os.environ.get(ISA_VARIABLE) or None
+def choose_level(library: Library, wanted: str | None) -> str:
+    """The highest usable level, or the one that is wanted; NativeUnavailable if that one cannot run."""
     if wanted is None:
         return library.levels[-1]
     if wanted not in library.levels:
-        raise NativeUnavailable(f"{ISA_VARIABLE}={wanted}: this processor and build offer {', '.join(library.levels)}")
+        raise NativeUnavailable(f"level {wanted}: this processor and build offer {', '.join(library.levels)}")
     return wanted
 
 

@@ -64,7 +64,7 @@ def _floats(tensor: torch.Tensor) -> int:
 class CpuOps(Ops):
     """See the module. fp8 KV raises NotImplementedError; NativeUnavailable where the kernels cannot run.
 
-    num_threads: None means as many as this process may keep busy. level: None means the best one, or KVD_CPU_ISA.
+    num_threads: None means as many as this process may keep busy. level: None means the best one.
     """
 
     name = "cpu"
@@ -78,7 +78,6 @@ class CpuOps(Ops):
     ) -> None:
         self.library = installed_library() if library is None else library
         self.level = choose_level(self.library, level)
-        self.notices: tuple[str, ...] = ()  # what a user should know about the choice of level
         self.pool = Pool(self.library, self.level, num_threads or available_threads())
         self._layers = NativeLayers()
         self._workspace = Workspace()

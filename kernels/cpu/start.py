@@ -11,13 +11,13 @@ from kvd_kernels.cpu.self_check import failing_op
 
 
 @cache
-def sound_level(library: Library) -> tuple[str, tuple[str, ...]]:
+def sound_level(library: Library, forced: str | None) -> tuple[str, tuple[str, ...]]:
     """(level to run, lines to tell the user), after the self-check.
 
-    NativeUnavailable where the level that KVD_CPU_ISA asks for fails.
+    forced: the level of KVD_CPU_ISA, if it is set. NativeUnavailable where that one cannot run or fails.
     """
     notices: list[str] = []
-    wanted = choose_level(library)
+    wanted = choose_level(library, forced)
     for level in reversed(library.levels[: library.levels.index(wanted) + 1]):
         if level == library.levels[0]:
             break
@@ -25,7 +25,7 @@ def sound_level(library: Library) -> tuple[str, tuple[str, ...]]:
         if failed is None:
             return level, tuple(notices)
         message = f"the {level} kernels failed their self-check ({failed}) on this processor"
-        if os.environ.get(ISA_VARIABLE):
+        if forced is not None:
             raise NativeUnavailable(f"{ISA_VARIABLE}={level}: {message}")
         notices.append(f"{message} and are not used; please report it with the output of lscpu")
     return library.levels[0], tuple(notices)
@@ -37,7 +37,7 @@ def start(num_threads: int | None) -> CpuOps:
     NativeUnavailable where it cannot run.
     """
     library = installed_library()
-    level, notices = sound_level(library)
+    level, notices = sound_level(library, os.environ.get(ISA_VARIABLE) or None)
     ops = CpuOps(num_threads, level, library)
     ops.notices = notices
     return ops

@@ -6,11 +6,12 @@ names the cost.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
 from kvd.errors import StartupError
-from kvd_kernels.cpu.library import NativeUnavailable
+from kvd_kernels.cpu.library import ISA_VARIABLE, NativeUnavailable
 from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
 
@@ -27,9 +28,11 @@ def open_ops(name: str, num_threads: int | None, log: Callable[[str, str], None]
     except NativeUnavailable as reason:
         if name != "auto":
             raise StartupError(f"backend {name}: {reason}") from None
+        if os.environ.get(ISA_VARIABLE):
+            raise StartupError(f"{ISA_VARIABLE}={os.environ[ISA_VARIABLE]}: {reason}") from None
         log("warning", f"running on the reference kernels, many times slower than the native ones: {reason}")
         return create_ops("reference", num_threads)
-    for notice in getattr(ops, "notices", ()):
+    for notice in ops.notices:
         log("warning", notice)
     return ops
 

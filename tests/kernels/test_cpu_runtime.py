@@ -31,18 +31,17 @@ from kvd_kernels.ops import Ops
 # --------------------------------------------------------------------------- library and levels
 
 
-def test_the_levels_are_ordered_and_the_best_usable_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(native.ISA_VARIABLE, raising=False)
+def test_the_levels_are_ordered_and_the_best_usable_one_is_chosen() -> None:
     library = installed_library()
     assert library.levels[0] == "portable"
-    assert choose_level(library) == library.levels[-1]
+    assert choose_level(library, None) == library.levels[-1]
 
 
 def test_a_level_can_be_forced_and_a_missing_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.ISA_VARIABLE, "portable")
     assert start(1).level == "portable"
     monkeypatch.setenv(native.ISA_VARIABLE, "sse9")
-    with pytest.raises(NativeUnavailable, match="KVD_CPU_ISA=sse9: this processor and build offer portable"):
+    with pytest.raises(NativeUnavailable, match="level sse9: this processor and build offer portable"):
         start(1)
 
 
@@ -106,18 +105,15 @@ def test_a_level_that_is_one_bit_off_is_not_used(monkeypatch: pytest.MonkeyPatch
     def make(number: int, library: Library, *, level: str) -> CpuOps:
         return OneBitOff(number, level, library) if level == "amx" else CpuOps(number, level, library)
 
-    monkeypatch.delenv(native.ISA_VARIABLE, raising=False)
     monkeypatch.setattr("kvd_kernels.cpu.start.CpuOps", make)
     sound_level.cache_clear()
     try:
-        level, notices = sound_level(emulated_library)
+        level, notices = sound_level(emulated_library, None)
         assert level == "avx512vnni"
         assert len(notices) == 1
         assert "amx kernels failed their self-check (linear)" in notices[0]
-        sound_level.cache_clear()
-        monkeypatch.setenv(native.ISA_VARIABLE, "amx")
         with pytest.raises(NativeUnavailable, match="KVD_CPU_ISA=amx: the amx kernels failed"):
-            sound_level(emulated_library)
+            sound_level(emulated_library, "amx")
     finally:
         sound_level.cache_clear()
 

@@ -2,9 +2,9 @@
 // kvd::KVD_LEVEL.
 
 #if defined(__x86_64__) && !defined(KVD_LEVEL_PORTABLE) && !defined(KVD_EMULATE)
-#define KVD_KEEP(x) __asm__ volatile("" : "+v"(x))
+#define KVD_OPAQUE(x) __asm__ volatile("" : "+v"(x))
 #else
-#define KVD_KEEP(x) __asm__ volatile("" : "+m"(x))
+#define KVD_OPAQUE(x) __asm__ volatile("" : "+m"(x))
 #endif
 
 // Read all bytes once. A piece is 64 KiB; the sum goes to `sink` so that nothing can be left out.
@@ -35,8 +35,8 @@ static void dot_peak(const void *raw, const KvdBatch &, Worker &worker) {
 #endif
     for (int64_t round = 0; round < args.count; ++round) {
         for (int chain = 0; chain < CHAINS; ++chain) {
-            KVD_KEEP(u);
-            KVD_KEEP(s);
+            KVD_OPAQUE(u);
+            KVD_OPAQUE(s);
 #if defined(KVD_LEVEL_AVX2) && !defined(KVD_EMULATE)
             sums[chain] += (vh)_mm256_maddubs_epi16((__m256i)u, (__m256i)s);
 #else
