@@ -47,11 +47,11 @@ def test_auto_without_native_kernels_warns_once(lines: list[tuple[str, str]], no
 
 
 def test_native_kernels_by_name_are_an_error_where_they_cannot_run(no_native_kernels: None) -> None:
-    with pytest.raises(StartupError, match="^backend cpu: no compiler"):
+    with pytest.raises(StartupError, match=r"^backend cpu: no compiler"):
         open_ops("cpu", None, lambda *line: None)
 
 
 def test_a_forced_level_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "sse9")
-    with pytest.raises(StartupError, match="^KVD_CPU_ISA=sse9: level sse9: this processor and build offer portable"):
+    with pytest.raises(StartupError, match=r"^KVD_CPU_ISA=sse9: level sse9: this processor and build offer portable"):
         open_ops("auto", None, lambda *line: None)

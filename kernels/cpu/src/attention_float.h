@@ -4,20 +4,25 @@
 // A block is turned into integers once for all rows of a tile, in the order in which it is stored: K as
 // [D/4][16 tokens][4 channels], V as [4 quads][D][4 tokens]. A vector of doubles holds one such group of four, or two.
 
+constexpr int32_t INFINITY_BITS = 0x7f800000;
 constexpr int GROUPS_D = WD / 4;               // groups of four in a vector of doubles
 constexpr int KEY_VECS = int(BLOCK_TOKENS) / GROUPS_D;  // vectors of one quad of channels of a block
 
 #if defined(KVD_EMULATE) || defined(KVD_LEVEL_PORTABLE)
 KVD_INLINE vd fused(vd a, vd b, vd c) { return a * b + c; }
+KVD_INLINE vd load_wide(const float *p) {
+    typedef float half_vf __attribute__((vector_size(4 * WD), aligned(4), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const half_vf *>(p), vd);
+}
 #elif defined(KVD_LEVEL_AVX512VNNI) || defined(KVD_LEVEL_AMX)
 KVD_INLINE vd fused(vd a, vd b, vd c) { return (vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c); }
+KVD_INLINE vd load_wide(const float *p) { return (vd)_mm512_cvtps_pd(_mm256_loadu_ps(p)); }
 #else
 KVD_INLINE vd fused(vd a, vd b, vd c) { return (vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c); }
+KVD_INLINE vd load_wide(const float *p) { return (vd)_mm256_cvtps_pd(_mm_loadu_ps(p)); }
 #endif
 
-typedef float half_vf __attribute__((vector_size(4 * WD), aligned(4), may_alias));
-
-KVD_INLINE vd load_wide(const float *p) { return __builtin_convertvector(*reinterpret_cast<const half_vf *>(p), vd); }
+KVD_INLINE vd load_wide(const double *p) { return *reinterpret_cast<const vd_unaligned *>(p); }
 
 // Four numbers, repeated to fill a vector.
 KVD_INLINE vd repeat_four(const float *p) {
@@ -31,12 +36,15 @@ KVD_INLINE vf load_16bit(const uint8_t *p, int32_t type) {
     return type == KVD_F16 ? load_halves(halves) : load_bf16(halves);
 }
 
-// Scales and their reciprocals from the largest magnitudes of 16 tokens.
-KVD_INLINE void scales_of_tokens(const float *largest, int bits, float *scales, float *inverses) {
+KVD_INLINE int32_t largest_of_four(const int32_t *x) {
+    const int32_t a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+    return a > b ? a : b;
+}
+
+// Scales and their reciprocals from the largest magnitudes of 16 tokens, as bit patterns.
+KVD_INLINE void scales_of_tokens(const int32_t *largest, int bits, float *scales, float *inverses) {
     for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
-        uint32_t word;
-        __builtin_memcpy(&word, largest + i, 4);
-        const uint32_t scale = fixed_point_scale_bits(word, bits), inverse = reciprocal_bits(scale);
+        const uint32_t scale = fixed_point_scale_bits(uint32_t(largest[i]), bits), inverse = reciprocal_bits(scale);
         __builtin_memcpy(scales + i, &scale, 4);
         __builtin_memcpy(inverses + i, &inverse, 4);
     }
@@ -47,25 +55,19 @@ static void decode_keys(Tile &tile, int64_t entry) {
     constexpr int64_t VECS_OF_QUAD = BLOCK_TOKENS * 4 / W;
     const int64_t quads = tile.head_dim / 4;
     const uint8_t *source = tile.sections[entry] + tile.kv_head * quads * 128;
-    vf largest[VECS_OF_QUAD];
-    for (int64_t v = 0; v < VECS_OF_QUAD; ++v) largest[v] = splat(0.0f);
+    vi largest[VECS_OF_QUAD];
+    for (int64_t v = 0; v < VECS_OF_QUAD; ++v) largest[v] = splat_int(0);
     for (int64_t quad = 0; quad < quads; ++quad) {
         for (int64_t v = 0; v < VECS_OF_QUAD; ++v) {
             const vf x = load_16bit(source + (quad * 64 + v * W) * 2, tile.layer->k_type);
             store(tile.block_floats + quad * 64 + v * W, x);
-            largest[v] = larger(largest[v], absolute(x));
+            largest[v] = larger_magnitude(largest[v], x);
         }
     }
-    alignas(64) float of_channels[BLOCK_TOKENS * 4], of_tokens[BLOCK_TOKENS], inverses[BLOCK_TOKENS], spread[64];
-    for (int64_t v = 0; v < VECS_OF_QUAD; ++v) store(of_channels + v * W, largest[v]);
-    for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
-        float most = of_channels[4 * i];
-        for (int64_t c = 1; c < 4; ++c) {
-            const float x = of_channels[4 * i + c];
-            most = x > most || x != x ? x : most;
-        }
-        of_tokens[i] = most;
-    }
+    alignas(64) int32_t of_channels[BLOCK_TOKENS * 4], of_tokens[BLOCK_TOKENS];
+    alignas(64) float inverses[BLOCK_TOKENS], spread[64];
+    for (int64_t v = 0; v < VECS_OF_QUAD; ++v) store_bytes(of_channels + v * W, largest[v]);
+    for (int64_t i = 0; i < BLOCK_TOKENS; ++i) of_tokens[i] = largest_of_four(of_channels + 4 * i);
     scales_of_tokens(of_tokens, tile.key_bits, tile.key_scales + entry * BLOCK_TOKENS, inverses);
     for (int64_t i = 0; i < 64; ++i) spread[i] = inverses[i / 4];
     for (int64_t quad = 0; quad < quads; ++quad)
@@ -87,26 +89,23 @@ KVD_INLINE void store_sums(const vd *sums, int count, float *out) {
 // Scores of R rows against the decoded block.
 template <int R>
 static __attribute__((noinline)) void score_wide(const Tile &tile, int64_t row, int64_t entry) {
-    constexpr int AT_ONCE = 4;  // vectors of keys
+    constexpr int AT_ONCE = R == 4 ? 2 : 4;  // vectors of keys
     const int64_t quads = tile.head_dim / 4;
+    const double *codes = tile.wide_codes + row * quads * WD;
     for (int64_t first = 0; first < KEY_VECS; first += AT_ONCE) {
+        const float *lines = tile.block_floats + first * WD;
         vd sums[R][AT_ONCE];
         for (int r = 0; r < R; ++r)
             for (int v = 0; v < AT_ONCE; ++v) sums[r][v] = vd{};
-        for (int64_t quad = 0; quad < quads; ++quad) {
-            vd keys[AT_ONCE];
-            for (int v = 0; v < AT_ONCE; ++v)
-                keys[v] = load_wide(tile.block_floats + quad * 64 + (first + v) * WD);
-            for (int r = 0; r < R; ++r) {
-                const double *codes = tile.wide_codes + ((row + r) * quads + quad) * WD;
-                const vd q = *reinterpret_cast<const vd_unaligned *>(codes);
-                for (int v = 0; v < AT_ONCE; ++v) sums[r][v] = fused(keys[v], q, sums[r][v]);
+        for (int64_t quad = 0; quad < quads; ++quad)
+            for (int v = 0; v < AT_ONCE; ++v) {
+                const vd keys = load_wide(lines + quad * 64 + v * WD);
+                for (int r = 0; r < R; ++r)
+                    sums[r][v] = fused(keys, load_wide(codes + (r * quads + quad) * WD), sums[r][v]);
             }
-        }
         for (int r = 0; r < R; ++r)
             store_sums(
-                sums[r], AT_ONCE,
-                tile.scores + (row + r) * SPLIT_SLOTS + entry * BLOCK_TOKENS + first * GROUPS_D);
+                sums[r], AT_ONCE, tile.scores + (row + r) * SPLIT_SLOTS + entry * BLOCK_TOKENS + first * GROUPS_D);
     }
     for (int r = 0; r < R; ++r) {
         const vf scale = splat(tile.query_scales[row + r]);
@@ -121,8 +120,12 @@ static void score_float(Tile &tile) {
     for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
         decode_keys(tile, entry);
         int64_t row = 0;
-        for (; row + 2 <= tile.rows; row += 2) score_wide<2>(tile, row, entry);
-        if (row < tile.rows) score_wide<1>(tile, row, entry);
+        for (; row + 4 <= tile.rows; row += 4) score_wide<4>(tile, row, entry);
+        switch (tile.rows - row) {
+            case 3: score_wide<3>(tile, row, entry); break;
+            case 2: score_wide<2>(tile, row, entry); break;
+            case 1: score_wide<1>(tile, row, entry); break;
+        }
     }
 }
 
@@ -144,23 +147,23 @@ static void decode_positions(Tile &tile, int64_t entry, float *scales) {
 template <int R>
 static __attribute__((noinline)) void add_bias(const Tile &tile, int64_t row, int64_t entry, const float *scales) {
     alignas(64) float from_bias[R][BLOCK_TOKENS];
-    for (int64_t i = 0; i < BLOCK_TOKENS; i += 4) {
-        vd sums[R][4];
+    constexpr int AT_ONCE = R == 4 ? 2 : 4;  // positions
+    const int64_t pitch = tile.pitch;
+    const double *codes = tile.bias_codes + row * pitch;
+    for (int64_t i = 0; i < BLOCK_TOKENS; i += AT_ONCE) {
+        vd sums[R][AT_ONCE];
         for (int r = 0; r < R; ++r)
-            for (int k = 0; k < 4; ++k) sums[r][k] = vd{};
-        for (int64_t c = 0; c < tile.pitch; c += WD) {
-            vd turns[4];
-            for (int k = 0; k < 4; ++k) turns[k] = load_wide(tile.block_floats + (i + k) * tile.pitch + c);
-            for (int r = 0; r < R; ++r) {
-                const double *codes = tile.bias_codes + (row + r) * tile.pitch + c;
-                const vd code = *reinterpret_cast<const vd_unaligned *>(codes);
-                for (int k = 0; k < 4; ++k) sums[r][k] = fused(turns[k], code, sums[r][k]);
+            for (int k = 0; k < AT_ONCE; ++k) sums[r][k] = vd{};
+        for (int64_t c = 0; c < pitch; c += WD)
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const vd turns = load_wide(tile.block_floats + (i + k) * pitch + c);
+                for (int r = 0; r < R; ++r) sums[r][k] = fused(turns, load_wide(codes + r * pitch + c), sums[r][k]);
             }
-        }
         for (int r = 0; r < R; ++r)
-            for (int k = 0; k < 4; ++k) {
-                double sum = 0.0;
-                for (int lane = 0; lane < WD; ++lane) sum += sums[r][k][lane];
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const vd x = sums[r][k];
+                double sum = x[0] + x[1] + x[2] + x[3];
+                if constexpr (WD == 8) sum += x[4 % WD] + x[5 % WD] + x[6 % WD] + x[7 % WD];
                 from_bias[r][i + k] = float(sum);
             }
     }
@@ -177,8 +180,12 @@ static void add_key_bias(Tile &tile) {
     for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
         decode_positions(tile, entry, scales);
         int64_t row = 0;
-        for (; row + 2 <= tile.rows; row += 2) add_bias<2>(tile, row, entry, scales);
-        if (row < tile.rows) add_bias<1>(tile, row, entry, scales);
+        for (; row + 4 <= tile.rows; row += 4) add_bias<4>(tile, row, entry, scales);
+        switch (tile.rows - row) {
+            case 3: add_bias<3>(tile, row, entry, scales); break;
+            case 2: add_bias<2>(tile, row, entry, scales); break;
+            case 1: add_bias<1>(tile, row, entry, scales); break;
+        }
     }
 }
 
@@ -190,16 +197,17 @@ KVD_INLINE const uint8_t *values_of(const Tile &tile, int64_t entry) {
 // told by bad_values; it is left out of the sums that all rows share, since it would spoil rows that do not see it.
 static void load_float_value_scales(Tile &tile, int64_t split) {
     for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
-        alignas(64) float largest[BLOCK_TOKENS], lanes[W], inverses[BLOCK_TOKENS];
+        alignas(64) int32_t largest[BLOCK_TOKENS], lanes[W];
+        alignas(64) float inverses[BLOCK_TOKENS];
         const uint8_t *source = values_of(tile, entry);
         for (int64_t quad = 0; quad < 4; ++quad, source += tile.head_dim * 8) {
-            vf most = splat(0.0f);
+            vi most = splat_int(0);
             for (int64_t i = 0; i < tile.head_dim * 4; i += W)
-                most = larger(most, absolute(load_16bit(source + i * 2, tile.layer->v_type)));
-            store(lanes, most);
+                most = larger_magnitude(most, load_16bit(source + i * 2, tile.layer->v_type));
+            store_bytes(lanes, most);
             for (int64_t t = 0; t < 4; ++t) {
-                float best = lanes[t];
-                for (int64_t i = t + 4; i < W; i += 4) best = lanes[i] > best || lanes[i] != lanes[i] ? lanes[i] : best;
+                int32_t best = lanes[t];
+                for (int64_t i = t + 4; i < W; i += 4) best = lanes[i] > best ? lanes[i] : best;
                 largest[quad * 4 + t] = best;
             }
         }
@@ -208,7 +216,7 @@ static void load_float_value_scales(Tile &tile, int64_t split) {
         const int64_t used = used_slots(tile, split, entry);
         for (int64_t i = used < 0 ? 0 : used; i < BLOCK_TOKENS; ++i) scales[i] = 0.0f;
         for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
-            const bool is_bad = scales[i] != 0.0f && !(largest[i] <= -LOWEST);
+            const bool is_bad = scales[i] != 0.0f && largest[i] >= INFINITY_BITS;
             if (is_bad && !tile.has_bad_values) {
                 memset(tile.bad_values, 0, SPLIT_SLOTS);
                 tile.has_bad_values = true;
@@ -284,8 +292,9 @@ static void sum_float(Tile &tile) {
     for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
         decode_values(tile, entry);
         int64_t row = 0;
-        for (; row + 2 <= tile.rows; row += 2) sum_wide<2>(tile, row, entry);
-        if (row < tile.rows) sum_wide<1>(tile, row, entry);
+        for (; row + 3 <= tile.rows; row += 3) sum_wide<3>(tile, row, entry);
+        if (tile.rows - row == 2) sum_wide<2>(tile, row, entry);
+        if (tile.rows - row == 1) sum_wide<1>(tile, row, entry);
     }
     if (tile.has_bad_values)
         for (int64_t slot = tile.first_entry * BLOCK_TOKENS; slot < tile.last_entry * BLOCK_TOKENS; ++slot)

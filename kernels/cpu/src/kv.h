@@ -80,11 +80,17 @@ KVD_INLINE uint16_t float_to_bf16(float x) {
     return uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
+// Largest of magnitudes as bit patterns, which order numbers, infinity and NaN in this order.
+KVD_INLINE vi larger_magnitude(vi largest, vf x) {
+    const vi magnitude = bits(x) & 0x7fffffff;
+    return magnitude > largest ? magnitude : largest;
+}
+
 // Largest magnitude of `count` floats; a NaN stays. Lanes behind them, up to a whole vector, must be 0.
 KVD_INLINE float largest_magnitude(const float *x, int64_t count) {
-    vf largest = splat(0.0f);
-    for (int64_t i = 0; i < count; i += W) largest = larger(largest, absolute(load(x + i)));
-    return largest_lane(largest);
+    vi largest = splat_int(0);
+    for (int64_t i = 0; i < count; i += W) largest = larger_magnitude(largest, load(x + i));
+    return largest_lane(bits_to_float(largest));
 }
 
 // Integers within ±127 nearest to x / divisor, a multiple of W of them; 0 where x is NaN.
