@@ -57,7 +57,14 @@ static void decode_keys(Tile &tile, int64_t entry) {
     const uint8_t *source = tile.sections[entry] + tile.kv_head * quads * 128;
     vi largest[VECS_OF_QUAD];
     for (int64_t v = 0; v < VECS_OF_QUAD; ++v) largest[v] = splat_int(0);
+    // As many lines as the keys: the values of this block, and the keys of the next.
+    const uint8_t *values = source + tile.layer->v_offset;
+    const uint8_t *next = tile.sections[entry + 1 < tile.last_entry ? entry + 1 : entry] + tile.kv_head * quads * 128;
     for (int64_t quad = 0; quad < quads; ++quad) {
+        for (int64_t line = quad * 128; line < (quad + 1) * 128; line += 64) {
+            __builtin_prefetch(values + line);
+            __builtin_prefetch(next + line);
+        }
         for (int64_t v = 0; v < VECS_OF_QUAD; ++v) {
             const vf x = load_16bit(source + (quad * 64 + v * W) * 2, tile.layer->k_type);
             store(tile.block_floats + quad * 64 + v * W, x);
@@ -129,17 +136,34 @@ static void score_float(Tile &tile) {
     }
 }
 
-// Rope rows of 16 key positions as integers [16][pitch] in block_floats: cos, sin, and ones for passing channels.
+// One rope row as integers: cos, sin, and ones for passing channels. Returns the scale.
+KVD_INLINE float decode_position(const Tile &tile, int64_t position, float *row) {
+    const int64_t half = tile.args->half;
+    const float *cos = tile.args->cos + position * half, *sin = tile.args->sin + position * half;
+    if (half % W || 2 * half != tile.pitch) {
+        memcpy(row, cos, size_t(half) * 4);
+        memcpy(row + half, sin, size_t(half) * 4);
+        for (int64_t c = 2 * half; c < tile.pitch; ++c) row[c] = c < tile.head_dim ? 1.0f : 0.0f;
+        return to_fixed_point(row, tile.pitch, tile.key_bits, row);
+    }
+    vi largest = splat_int(0);
+    for (int64_t c = 0; c < half; c += W)
+        largest = larger_magnitude(larger_magnitude(largest, load(cos + c)), load(sin + c));
+    float inverse;
+    const float scale = fixed_point_scale(largest_lane(bits_to_float(largest)), tile.key_bits, &inverse);
+    for (int64_t c = 0; c < half; c += W) {
+        store(row + c, load(cos + c) * splat(inverse) + ROUND - ROUND);
+        store(row + half + c, load(sin + c) * splat(inverse) + ROUND - ROUND);
+    }
+    return scale;
+}
+
+// Rope rows of 16 key positions as integers [16][pitch] in block_floats.
 static void decode_positions(Tile &tile, int64_t entry, float *scales) {
-    const KvdAttendArgs &args = *tile.args;
+    const int64_t last = tile.args->max_positions - 1;
     for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
-        const int64_t known = tile.key_positions[entry * BLOCK_TOKENS + i];
-        const int64_t position = known < args.max_positions ? known : args.max_positions - 1;
-        float *row = tile.block_floats + i * tile.pitch;
-        memcpy(row, args.cos + position * args.half, size_t(args.half) * 4);
-        memcpy(row + args.half, args.sin + position * args.half, size_t(args.half) * 4);
-        for (int64_t c = 2 * args.half; c < tile.pitch; ++c) row[c] = c < tile.head_dim ? 1.0f : 0.0f;
-        scales[i] = to_fixed_point(row, tile.pitch, tile.key_bits, row);
+        const int64_t position = tile.key_positions[entry * BLOCK_TOKENS + i];
+        scales[i] = decode_position(tile, position < last ? position : last, tile.block_floats + i * tile.pitch);
     }
 }
 

@@ -109,15 +109,21 @@ static void make_tile(Tile &tile, const KvdAttendArgs &args, const KvdBatch &bat
     tile.rest = arena;
 }
 
-// Fixed point: the nearest integers after scaling by a power of two, which is returned. A multiple of W of them.
-KVD_INLINE float to_fixed_point(const float *x, int64_t count, int bits, float *codes) {
-    const float largest = largest_magnitude(x, count);
+// The power of two by which fixed point divides numbers up to `largest`, and its reciprocal.
+KVD_INLINE float fixed_point_scale(float largest, int bits, float *inverse) {
     uint32_t word;
     __builtin_memcpy(&word, &largest, 4);
     const uint32_t scale_bits = fixed_point_scale_bits(word, bits), inverse_bits = reciprocal_bits(scale_bits);
-    float scale, inverse;
+    float scale;
     __builtin_memcpy(&scale, &scale_bits, 4);
-    __builtin_memcpy(&inverse, &inverse_bits, 4);
+    __builtin_memcpy(inverse, &inverse_bits, 4);
+    return scale;
+}
+
+// Fixed point: the nearest integers after scaling by a power of two, which is returned. A multiple of W of them.
+KVD_INLINE float to_fixed_point(const float *x, int64_t count, int bits, float *codes) {
+    float inverse;
+    const float scale = fixed_point_scale(largest_magnitude(x, count), bits, &inverse);
     for (int64_t i = 0; i < count; i += W) store(codes + i, load(x + i) * splat(inverse) + ROUND - ROUND);
     return scale;
 }
