@@ -6,7 +6,7 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class Kernel(IntEnum):
@@ -19,11 +19,10 @@ class Kernel(IntEnum):
     SILU_MUL = 4
     ROPE_WRITE = 5
     ATTEND = 6
-    ATTEND_MERGE = 7
-    GATHER = 8
-    SAMPLE = 9
-    READ_BYTES = 10
-    DOT_PEAK = 11
+    GATHER = 7
+    SAMPLE = 8
+    READ_BYTES = 9
+    DOT_PEAK = 10
 
 
 class Type(IntEnum):

@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define KVD_ABI_VERSION 1
+#define KVD_ABI_VERSION 2
 #define KVD_BLOCK_TOKENS 16
 #define KVD_SPLIT_SLOTS 256
 
@@ -27,7 +27,6 @@ enum KvdKernel {
     KVD_SILU_MUL,
     KVD_ROPE_WRITE,
     KVD_ATTEND,
-    KVD_ATTEND_MERGE,
     KVD_GATHER,
     KVD_SAMPLE,
     KVD_READ_BYTES,  // limits of the machine, for benchmarks

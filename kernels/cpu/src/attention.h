@@ -150,6 +150,3 @@ static void attend(const void *raw, const KvdBatch &batch, Worker &worker) {
             attend_piece(tile, cut, piece);
     }
 }
-
-// Nothing is left to merge when `attend` ends.
-static void attend_merge(const void *, const KvdBatch &, Worker &) {}

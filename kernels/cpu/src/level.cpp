@@ -32,7 +32,7 @@ const LevelTable KVD_CAT(level_, KVD_LEVEL) = {
     KVD_STR(KVD_LEVEL),
     {
         KVD_LEVEL::embed, KVD_LEVEL::rms_norm, KVD_LEVEL::quantize, KVD_LEVEL::linear, KVD_LEVEL::silu_mul,
-        KVD_LEVEL::rope_write, KVD_LEVEL::attend, KVD_LEVEL::attend_merge, KVD_LEVEL::gather, KVD_LEVEL::sample,
+        KVD_LEVEL::rope_write, KVD_LEVEL::attend, KVD_LEVEL::gather, KVD_LEVEL::sample,
         KVD_LEVEL::read_bytes, KVD_LEVEL::dot_peak,
     },
     KVD_LEVEL::enter_thread,
