@@ -47,3 +47,10 @@ def assert_same_bytes(value: torch.Tensor, expected: torch.Tensor, what: str = "
             f"{what}: {int(differs.sum())} of {differs.numel()} elements differ in their bits, first at {first}: "
             f"{value.flatten()[first].item()!r}, expected {expected.flatten()[first].item()!r}"
         )
+
+
+def assert_same_numbers(value: torch.Tensor, expected: torch.Tensor, what: str = "result") -> None:
+    """The same bits, where one NaN is as good as another."""
+    assert value.shape == expected.shape, f"{what}: shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
+    assert bool((value.isnan() == expected.isnan()).all()), f"{what}: NaN elsewhere than expected"
+    assert_same_bytes(value.masked_fill(value.isnan(), 0), expected.masked_fill(expected.isnan(), 0), what)

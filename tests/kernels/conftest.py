@@ -9,9 +9,10 @@ import native_build
 import pytest
 import torch
 
-from kvd_kernels.cpu.library import Library, open_library
+from kvd_kernels.cpu.library import Library, installed_library, open_library
 from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
+from tests.kernels.natives import LEVELS, Natives
 
 IMPLEMENTATIONS = ("reference", "reference-a16", "cpu")
 
@@ -43,6 +44,20 @@ def emulated_library() -> Library:
             old.unlink()
         native_build.build_library(target, emulate=True)
     return open_library(target)
+
+
+@pytest.fixture(
+    scope="module", params=[(build, level) for build in ("native", "emulated") for level in LEVELS], ids="-".join
+)
+def natives(request: pytest.FixtureRequest) -> Iterator[Natives]:
+    """Levels that this processor has, as they are built; and all of them in the emulated build."""
+    build, level = request.param
+    library = installed_library() if build == "native" else request.getfixturevalue("emulated_library")
+    if level not in library.levels:
+        pytest.skip(f"this processor has no {level}")
+    made = Natives(library, level)
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

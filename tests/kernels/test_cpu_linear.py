@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -24,9 +24,8 @@ from kvd_kernels.registry import create_ops
 from kvd_kernels.weights import FloatWeight, Int4Weight, Int8Weight, Linear
 from tests.kernels.builders import assert_rest_untouched, generator, make_linear, make_out, make_rows, make_weight
 from tests.kernels.cases import LINEAR_CASES, LinearCase
-from tests.kernels.compare import assert_same_bytes
-
-LEVELS = ("portable", "avx2", "avxvnni", "avx512vnni", "amx")
+from tests.kernels.compare import assert_same_bytes, assert_same_numbers
+from tests.kernels.natives import Natives
 
 ODD_CASES = (
     LinearCase("int4-g2", 6, (("int4", 2, 3),)),
@@ -47,37 +46,6 @@ ODD_CASES = (
     LinearCase("ragged-parts", 64, (("int4", 32, 5), ("int4", 32, 23), ("int8", 32, 9), ("int8", 32, 30)), bias=True),
 )
 CASES = (*LINEAR_CASES, *ODD_CASES)
-
-
-@dataclass
-class Natives:
-    """Backends of one library and level, made on demand and ended together."""
-
-    library: Library
-    level: str
-    made: dict[int, CpuOps] = field(default_factory=dict)
-
-    def with_threads(self, count: int) -> CpuOps:
-        if count not in self.made:
-            self.made[count] = CpuOps(count, self.level, self.library)
-        return self.made[count]
-
-    def close(self) -> None:
-        for ops in self.made.values():
-            ops.pool.close()
-
-
-@pytest.fixture(
-    scope="module", params=[(build, level) for build in ("native", "emulated") for level in LEVELS], ids="-".join
-)
-def natives(request: pytest.FixtureRequest) -> Iterator[Natives]:
-    build, level = request.param
-    library = installed_library() if build == "native" else request.getfixturevalue("emulated_library")
-    if level not in library.levels:
-        pytest.skip(f"this processor has no {level}")
-    made = Natives(library, level)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +71,6 @@ def run_both(
         assert_rest_untouched(out, n)
         results.append(out[:n])
     return Results(*results)
-
-
-def assert_same_numbers(results: Results, what: str) -> None:
-    """The same bits, where a NaN is as good as another."""
-    native, expected = results.native.clone(), results.expected.clone()
-    assert bool((native.isnan() == expected.isnan()).all()), f"{what}: NaN elsewhere than expected"
-    native[native.isnan()] = 0
-    expected[expected.isnan()] = 0
-    assert_same_bytes(native, expected, what)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -166,7 +125,7 @@ def test_rows_that_are_not_finite_poison_themselves_alone(natives: Natives, refe
         last = case.num_inputs - 1
         x[3, 0], x[7, last // 2], x[12, last] = torch.nan, torch.inf, -torch.inf
         dirty = run_both(ops, reference, layer, x, 20)
-        assert_same_numbers(dirty, case.name)
+        assert_same_numbers(dirty.native, dirty.expected, case.name)
         others = [row for row in range(20) if row not in (3, 7, 12)]
         assert_same_bytes(dirty.native[others], clean.native[others], case.name)
 
@@ -194,7 +153,7 @@ def test_activations_of_all_magnitudes(natives: Natives, reference: Ops) -> None
         x[row] = x[row + 1] * 2.0**power if row % 2 else torch.arange(-32.0, 32.0).mul(0.5) * 2.0**power
     x[7] = torch.arange(64) % 2 * 127 + torch.arange(64) * 0.5
     results = run_both(natives.with_threads(1), reference, layer, x, 8)
-    assert_same_numbers(results, "magnitudes")
+    assert_same_numbers(results.native, results.expected, "magnitudes")
 
 
 def test_float_weights_of_all_magnitudes(natives: Natives, reference: Ops) -> None:
@@ -206,7 +165,8 @@ def test_float_weights_of_all_magnitudes(natives: Natives, reference: Ops) -> No
     for values in (wide, wide.bfloat16(), small.half()):
         layer = Linear((FloatWeight(values.contiguous()),))
         x = make_rows(9, 50, torch.float32)
-        assert_same_numbers(run_both(natives.with_threads(1), reference, layer, x, 9), str(values.dtype))
+        results = run_both(natives.with_threads(1), reference, layer, x, 9)
+        assert_same_numbers(results.native, results.expected, str(values.dtype))
 
 
 def test_residual_may_be_the_output(natives: Natives, reference: Ops) -> None:
@@ -287,7 +247,7 @@ def test_norm_in_front(natives: Natives, reference: Ops, width: int) -> None:
 
         result, stages = recorded(ops, n, forward)
         assert [stage.kernel for stage in stages] == [Kernel.QUANTIZE, Kernel.LINEAR]
-        assert_same_numbers(Results(result, expected), f"{n} rows")
+        assert_same_numbers(result, expected, f"{n} rows")
 
 
 # ---- packing ----

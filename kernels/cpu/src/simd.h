@@ -24,7 +24,7 @@ KVD_INLINE vf load(const float *p) { return *reinterpret_cast<const vf_unaligned
 KVD_INLINE void store(float *p, vf x) { *reinterpret_cast<vf_unaligned *>(p) = x; }
 KVD_INLINE vi load_bytes(const void *p) { return *reinterpret_cast<const vi_unaligned *>(p); }
 KVD_INLINE void store_bytes(void *p, vi x) { *reinterpret_cast<vi_unaligned *>(p) = x; }
-KVD_INLINE vf splat(float x) { return vf{} + x; }
+KVD_INLINE vf splat(float x) { return x - vf{}; }  // x + 0 would turn -0 into 0
 KVD_INLINE vi splat_int(int32_t x) { return vi{} + x; }
 KVD_INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 KVD_INLINE vi truncate(vf x) { return __builtin_convertvector(x, vi); }
