@@ -6,12 +6,46 @@
 
 #include "tiles.h"
 
-// One group of `length` channels, a multiple of W.
+// Lanes rotated by half, quarter, …: what a reduction over lanes works on.
+KVD_INLINE vi rotated(vi x, int by) {
+    vi index;
+    for (int i = 0; i < W; ++i) index[i] = (i + by) % W;
+    return __builtin_shuffle(x, index);
+}
+KVD_INLINE vi larger_int(vi a, vi b) { return a > b ? a : b; }
+KVD_INLINE int32_t sum_of_lanes(vi x) {
+#pragma GCC unroll 4
+    for (int by = W / 2; by > 0; by /= 2) x += rotated(x, by);
+    return x[0];
+}
+
+// 32 codes from vectors of whole numbers within int8.
+constexpr int CODE_VECTORS = 32 / W;
+#if (defined(KVD_LEVEL_AVX2) || defined(KVD_LEVEL_AVXVNNI)) && !defined(KVD_EMULATE)
+KVD_INLINE void store_codes(int8_t *codes, const vi (&x)[CODE_VECTORS]) {
+    const __m256i low = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
+    const __m256i high = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works in halves of the register
+    store_bytes(codes, (vi)_mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+}
+#else
+KVD_INLINE void store_codes(int8_t *codes, const vi (&x)[CODE_VECTORS]) {
+    for (int v = 0; v < CODE_VECTORS; ++v) store_low_bytes(codes + v * W, x[v]);
+}
+#endif
+
+// Below this a scale is too coarse for quotients to end at 127 by themselves.
+constexpr float SMALLEST_PLAIN = 1e-30f;
+
+// One group of `length` channels, a multiple of 32.
 KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, float *scale, float *sum) {
-    vf largest = splat(0.0f);
-    for (int64_t i = 0; i < length; i += W) largest = larger(largest, absolute(load(x + i)));
-    const float absmax = largest_lane(largest);
-    if (!(absmax <= 3.4028234663852886e38f)) {
+    // Magnitudes of floats compare like their bits; infinities and NaN are the largest.
+    vi largest = splat_int(0);
+    for (int64_t i = 0; i < length; i += W) largest = larger_int(largest, bits(load(x + i)) & 0x7fffffff);
+#pragma GCC unroll 4
+    for (int by = W / 2; by > 0; by /= 2) largest = larger_int(largest, rotated(largest, by));
+    const float absmax = bits_to_float(largest)[0];
+    if (largest[0] >= 0x7f800000) {
         *scale = __builtin_nanf("");
         *sum = 0.0f;
         memset(codes, 0, size_t(length));
@@ -20,17 +54,20 @@ KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, fl
     const float step = absmax / 127.0f;
     *scale = step == 0.0f ? 1.0f : step;
     const vf divisor = splat(*scale);
+    const bool is_plain = absmax >= SMALLEST_PLAIN;
     vi total = splat_int(0);
-    for (int64_t i = 0; i < length; i += W) {
-        vf ratio = load(x + i) / divisor;
-        ratio = ratio > 127.0f ? splat(127.0f) : ratio < -127.0f ? splat(-127.0f) : ratio;
-        const vi code = truncate(ratio + ROUND - ROUND);
-        total += code;
-        store_low_bytes(codes + i, code);
+    for (int64_t i = 0; i < length; i += 32) {
+        vi rounded[CODE_VECTORS];
+        for (int v = 0; v < CODE_VECTORS; ++v) {
+            vf ratio = load(x + i + v * W) / divisor;
+            if (!is_plain) ratio = ratio > 127.0f ? splat(127.0f) : ratio < -127.0f ? splat(-127.0f) : ratio;
+            // The sum's low mantissa bits are the rounded quotient, above the constant's own.
+            rounded[v] = bits(ratio + ROUND) - bits(splat(ROUND));
+            total += rounded[v];
+        }
+        store_codes(codes + i, rounded);
     }
-    int32_t lanes = 0;
-    for (int i = 0; i < W; ++i) lanes += total[i];
-    *sum = float(lanes);
+    *sum = float(sum_of_lanes(total));
 }
 
 // One row: `width` channels at x in weight groups, each cut into groups of `length`, padded with zeros.
