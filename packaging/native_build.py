@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,27 +79,25 @@ def _build(
 ) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     built: list[str] = []
-    objects: list[str] = []
+    jobs: list[tuple[Path, Path, tuple[str, ...]]] = []
+    shared_defines = ["-DKVD_EMULATE=1"] if emulate else []
     for level in levels(emulate):
         flags = () if emulate else level.flags
         if flags and not _knows(compile_one, folder, flags):
             log(f"kvd: the compiler does not know {' '.join(flags)}: no {level.name} kernels")
             continue
+        defines = [f"-DKVD_LEVEL={level.name}", f"-DKVD_LEVEL_{level.name.upper()}=1", *shared_defines]
         target = folder / f"level_{level.name}.o"
-        defines = [f"-DKVD_LEVEL={level.name}", f"-DKVD_LEVEL_{level.name.upper()}=1"]
-        if emulate:
-            defines.append("-DKVD_EMULATE=1")
-        compile_one(SOURCES / "level.cpp", target, (*COMMON_FLAGS, *flags, *defines, *extra))
+        jobs.append((SOURCES / "level.cpp", target, (*COMMON_FLAGS, *flags, *defines, *extra)))
         built.append(level.name)
-        objects.append(str(target))
-    defines = [f"-DKVD_HAVE_{name.upper()}=1" for name in built]
-    if emulate:
-        defines.append("-DKVD_EMULATE=1")
+    defines = [*(f"-DKVD_HAVE_{name.upper()}=1" for name in built), *shared_defines]
     for source in ("runtime.cpp", "pool.cpp", "features.cpp", "blocks.cpp"):
-        target = folder / (source + ".o")
-        compile_one(SOURCES / source, target, (*COMMON_FLAGS, *defines, *extra))
-        objects.append(str(target))
-    return objects
+        jobs.append((SOURCES / source, folder / (source + ".o"), (*COMMON_FLAGS, *defines, *extra)))
+    # The compiler is a process of its own; a level takes seconds.
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        for finished in [executor.submit(compile_one, *job) for job in jobs]:
+            finished.result()
+    return [str(target) for _, target, _ in jobs]
 
 
 def build_objects(compiler: Any, folder: Path, *, log: Callable[[str], None]) -> list[str]:
