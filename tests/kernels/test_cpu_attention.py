@@ -20,7 +20,7 @@ from kvd_kernels.cpu.structs import AttendArgs, Kernel, Layer
 from kvd_kernels.kv_format import ElementType, LayerFormat, build_kv_format
 from kvd_kernels.ops import KVCache, Ops
 from kvd_kernels.registry import create_ops
-from tests.kernels.builders import SENTINEL, AttentionInputs, make_attention, make_out, make_rows
+from tests.kernels.builders import SENTINEL, AttentionInputs, generator, make_attention, make_out, make_rows
 from tests.kernels.cases import MIXED, QUICK_ATTENTION, AttentionCase
 from tests.kernels.compare import assert_same_bytes, assert_same_numbers
 from tests.kernels.natives import Natives
@@ -87,6 +87,19 @@ def test_attention_bytes_are_those_of_the_reference(natives: Natives, case: Atte
     for threads in (1, 3):
         native = attend(natives.with_threads(threads), inputs)
         assert_same_outputs(native, expected_attention(case), f"{threads} threads")
+
+
+@pytest.mark.parametrize("window", [0, 40, 64])
+def test_tables_in_any_order(natives: Natives, reference: Ops, window: int) -> None:
+    """Entries that no query sees between entries that some do; with the window of 64, the others whole."""
+    inputs = make_attention(AttentionCase("order", ((300, 9), (40, 30), (527, 1)), window=window))
+    tables = inputs.batch.groups[inputs.spec.group.group_id]
+    for sequence, entries in enumerate(inputs.tables):
+        order = torch.randperm(len(entries) - 1, generator=generator(sequence))  # the last one is not full
+        for rows in (tables.block_tables, tables.first_positions):
+            rows[sequence, : len(order)] = rows[sequence, order]
+    expected = attend(reference, inputs)
+    assert_same_outputs(attend(natives.with_threads(2), inputs), expected, "any order")
 
 
 WRITES = tuple(case for case in CASES if not case.holes and not case.shared)
