@@ -192,8 +192,11 @@ def test_frequencies_follow_the_distribution(ops: Ops, parameters: dict[str, flo
 
 @pytest.mark.parametrize(
     "parameters",
-    [{}, {"top_k": 1000}, {"top_p": 0.99}, {"min_p": 1e-4}, {"temperature": 5.0}, {"top_p": 0.999, "min_p": 0.01}],
-)
+    [
+        {}, {"top_k": 1000}, {"top_p": 0.99}, {"min_p": 1e-4}, {"temperature": 5.0}, {"top_p": 0.999, "min_p": 0.01},
+        {"temperature": 1e-6}, {"temperature": 1e-6, "top_k": 1000}, {"temperature": 0.01, "top_k": 300},
+    ],
+)  # fmt: skip
 def test_a_partial_sort_draws_what_a_full_sort_would(ops: Ops, parameters: dict[str, float]) -> None:
     """A large flat vocabulary with many ties, so that draws land far behind the first candidates."""
     logits = (torch.randn(1, 5000, generator=generator(0)) * 4).round() / 4

@@ -77,30 +77,33 @@ static void sort_candidates(const double *values, int32_t *ids, int64_t count) {
     }
 }
 
-// The `wanted` best ids in order into `ids`, which has room for `count`; returns how many there are.
-static int64_t best_candidates(const double *values, int64_t count, double peak, int64_t wanted, int32_t *ids) {
+// The `wanted` best ids in order into `ids`, which has room for `count`; returns how many there are. Fewer than wanted
+// only where values further than `reach` below the peak would have to be among them.
+static int64_t best_candidates(
+    const double *values, int64_t count, double peak, int64_t wanted, double reach, int32_t *ids) {
     if (wanted > count) wanted = count;
     double threshold = -__builtin_inf();
     if (wanted < count) {
         // Grow the distance from the peak until enough values are inside, then halve the surplus away. A tie of many
         // equal values cannot be split by a threshold; the bound on rounds ends that.
         double inside = 4.0, outside = 0.0;
-        while (inside < 1e6 && count_from(values, count, peak - inside) < wanted) {
+        int64_t reached = count_from(values, count, peak - inside);
+        while (reached < wanted && inside < reach) {
             outside = inside;
-            inside *= 2.0;
+            inside = 2.0 * inside < reach ? 2.0 * inside : reach;
+            reached = count_from(values, count, peak - inside);
         }
-        if (inside < 1e6) {
-            for (int round = 0; round < 20; ++round) {
-                const int64_t found = count_from(values, count, peak - inside);
-                if (found <= 2 * wanted + 64) break;
-                const double middle = 0.5 * (inside + outside);
-                if (count_from(values, count, peak - middle) >= wanted)
-                    inside = middle;
-                else
-                    outside = middle;
+        for (int round = 0; round < 20 && reached > 2 * wanted + 64; ++round) {
+            const double middle = 0.5 * (inside + outside);
+            const int64_t fewer = count_from(values, count, peak - middle);
+            if (fewer >= wanted) {
+                inside = middle;
+                reached = fewer;
+            } else {
+                outside = middle;
             }
-            threshold = peak - inside;
         }
+        threshold = peak - inside;
     }
     int64_t found = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -132,6 +135,9 @@ struct RowParameters {
     double top_p, min_p, number;
 };
 
+// e^-750 is 0 in float64: what lies further below the peak is never drawn. Low temperatures put nearly all there.
+constexpr double POSSIBLE = 750.0;
+
 // Inverse transform sampling over candidates by falling probability, then id.
 static int64_t draw(const double *values, int64_t vocab, double peak, const RowParameters &row, int32_t *ids) {
     const int64_t limit = row.top_k > 0 && row.top_k < vocab ? row.top_k : vocab;
@@ -139,7 +145,7 @@ static int64_t draw(const double *values, int64_t vocab, double peak, const RowP
     for (int64_t count = limit < 256 ? limit : 256;;) {
         // With top_k the mass is that of the k best, so they are all looked at.
         const int64_t looked_at = limit == vocab ? count : limit;
-        const int64_t found = best_candidates(values, vocab, peak, looked_at, ids);
+        const int64_t found = best_candidates(values, vocab, peak, looked_at, POSSIBLE, ids);
         double total = everything;
         if (limit != vocab)
             for (int64_t i = 0; i < found; ++i) total += exp_nonpositive_double(vd{} + (values[ids[i]] - peak))[0];
@@ -153,7 +159,7 @@ static int64_t draw(const double *values, int64_t vocab, double peak, const RowP
             cumulative += probability;
         }
         double mass = cumulative;
-        if (kept == found && looked_at < limit) {
+        if (kept == looked_at && looked_at < limit) {
             const bool is_enough = row.top_p >= 1.0 && row.min_p <= 0.0 && row.number * total < cumulative;
             if (!is_enough) {
                 count = count * 16 < limit ? count * 16 : limit;
@@ -271,7 +277,7 @@ static void sample_row(const KvdSampleArgs &args, int64_t row, Worker &worker) {
     const double peak = largest(values, vocab), log_total = std::log(exp_sum(values, vocab, peak));
     args.logprobs[row] = values[args.token_ids[row]] - peak - log_total;
     if (!wanted) return;
-    const int64_t found = best_candidates(values, vocab, peak, wanted, ids);
+    const int64_t found = best_candidates(values, vocab, peak, wanted, __builtin_inf(), ids);
     for (int64_t i = 0; i < found; ++i) {
         args.top_ids[row * args.top_stride + i] = ids[i];
         args.top_logprobs[row * args.top_stride + i] = values[ids[i]] - peak - log_total;
