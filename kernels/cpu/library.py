@@ -9,6 +9,7 @@ import ctypes
 import math
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -152,7 +153,10 @@ def _read_quota(folder: Path, names: Sequence[str]) -> float | None:
 
 
 class Pool:
-    """Threads that run stages together, the calling thread among them. One step at a time."""
+    """Threads that run stages together, the calling thread among them. One step at a time.
+
+    They end with `close` or with the object, but not at the interpreter's exit, when another thread may be in a step.
+    """
 
     def __init__(self, library: Library, level: str, num_threads: int) -> None:
         self.library, self.level, self.num_threads = library, level, num_threads
@@ -160,19 +164,27 @@ class Pool:
         self._handle = library.functions.kvd_pool_create(level.encode(), num_threads, SPIN_MICROSECONDS)
         if not self._handle:
             raise NativeUnavailable(f"cannot start {num_threads} threads of native kernels at level {level}")
+        self._end = weakref.finalize(self, library.functions.kvd_pool_destroy, self._handle)
+        self._end.atexit = False
 
     def run(self, stages: ctypes.Array[StageStruct], count: int, batch: BatchStruct) -> None:
-        """The first `count` stages in one native call, during which the interpreter's lock is free."""
+        """The first `count` stages in one native call, during which the interpreter's lock is free.
+
+        RuntimeError in a forked child and after `close`.
+        """
+        if not self._end.alive:
+            raise RuntimeError("the threads of this pool have ended")
         code = self._run(self._handle, ctypes.addressof(stages), count, ctypes.addressof(batch))
         if code:
             raise RuntimeError(f"native step failed with code {code}")
 
     @property
     def num_runs(self) -> int:
-        """Native calls made since the pool began."""
+        """Native calls made since the pool began; RuntimeError after `close`."""
+        if not self._end.alive:
+            raise RuntimeError("the threads of this pool have ended")
         return int(self.library.functions.kvd_pool_runs(self._handle))
 
     def close(self) -> None:
-        """End the threads; the pool must not run."""
-        handle, self._handle = self._handle, None
-        self.library.functions.kvd_pool_destroy(handle)
+        """End the threads; the pool must not run. Closing twice does nothing more."""
+        self._end()

@@ -128,7 +128,7 @@ struct KvdPool {
 #define KVD_EXPORT extern "C" __attribute__((visibility("default")))
 
 KVD_EXPORT void kvd_pool_destroy(KvdPool *pool) {
-    if (pool == nullptr) return;
+    if (pool == nullptr || pool->owner != getpid()) return;  // a forked child has no threads to end: its copy leaks
     pool->stopping.store(true, std::memory_order_release);
     pool->announce();
     for (std::thread &thread : pool->threads) thread.join();
@@ -141,10 +141,10 @@ KVD_EXPORT KvdPool *kvd_pool_create(const char *level, int32_t num_threads, int3
     if (table == nullptr || !kvd::level_runs_here(level) || num_threads < 1) return nullptr;
     KvdPool *pool = new (std::nothrow) KvdPool;
     if (pool == nullptr) return nullptr;
+    pool->owner = getpid();
     pool->level = table;
     pool->num_threads = num_threads;
     pool->spin = std::chrono::microseconds(spin_microseconds);
-    pool->owner = getpid();
     for (int i = 0; i < num_threads; ++i) {
         void *memory = nullptr;
         if (posix_memalign(&memory, 4096, kvd::SCRATCH_BYTES) != 0) memory = nullptr;
