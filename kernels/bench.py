@@ -304,6 +304,11 @@ def main() -> None:
         bench = Bench(arguments.threads, arguments.level, arguments.seconds)
     except NativeUnavailable as reason:
         sys.exit(f"kvd: {reason}")
+    if arguments.json is not None:
+        try:
+            arguments.json.touch()  # before the minutes of timing
+        except OSError as error:
+            parser.error(f"--json {arguments.json}: {error.strerror}")
     check(bench)
     print(f"{bench.ops.label}; dot products in registers {bench.dot_peak / GIGA:.0f} GOP/s")
     results: list[Result] = []

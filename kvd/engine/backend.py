@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 from kvd.errors import StartupError
-from kvd_kernels.cpu.library import ISA_VARIABLE, NativeUnavailable
+from kvd_kernels.cpu.library import ISA_VARIABLE, LIBRARY_VARIABLE, NativeUnavailable
 from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
 
@@ -28,8 +28,9 @@ def open_ops(name: str, num_threads: int | None, log: Callable[[str, str], None]
     except NativeUnavailable as reason:
         if name != "auto":
             raise StartupError(f"backend {name}: {reason}") from None
-        if os.environ.get(ISA_VARIABLE):
-            raise StartupError(f"{ISA_VARIABLE}={os.environ[ISA_VARIABLE]}: {reason}") from None
+        for variable in (LIBRARY_VARIABLE, ISA_VARIABLE):
+            if os.environ.get(variable):
+                raise StartupError(f"{variable}={os.environ[variable]}: {reason}") from None
         log("warning", f"running on the reference kernels, many times slower than the native ones: {reason}")
         return create_ops("reference", num_threads)
     for notice in ops.notices:

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.engine.backend import open_ops
 from kvd.errors import StartupError
-from kvd_kernels.cpu.library import ISA_VARIABLE, NativeUnavailable
+from kvd_kernels.cpu.library import ISA_VARIABLE, LIBRARY_VARIABLE, NativeUnavailable
 
 
 @pytest.fixture
@@ -54,4 +54,12 @@ def test_native_kernels_by_name_are_an_error_where_they_cannot_run(no_native_ker
 def test_a_forced_level_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "sse9")
     with pytest.raises(StartupError, match=r"^KVD_CPU_ISA=sse9: level sse9: this processor and build offer portable"):
+        open_ops("auto", None, lambda *line: None)
+
+
+def test_a_named_library_that_cannot_be_loaded_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, no_native_kernels: None
+) -> None:
+    monkeypatch.setenv(LIBRARY_VARIABLE, "missing.so")
+    with pytest.raises(StartupError, match=r"^KVD_NATIVE_LIBRARY=missing\.so: no compiler"):
         open_ops("auto", None, lambda *line: None)

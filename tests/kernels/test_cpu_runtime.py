@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -181,6 +182,27 @@ def test_an_idle_pool_sleeps() -> None:
     assert not ours & set(_states_of_threads())
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted from Linux's /proc")
+def test_a_backend_that_is_dropped_ends_its_threads() -> None:
+    before = set(_states_of_threads())
+    ops = CpuOps(3)
+    ours = set(_states_of_threads()) - before
+    assert len(ours) == 2
+    del ops
+    gc.collect()
+    assert not ours & set(_states_of_threads())
+
+
+def test_a_closed_pool_refuses_to_run() -> None:
+    ops, x = CpuOps(2), torch.ones(1, 64)
+    ops.pool.close()
+    ops.pool.close()
+    with pytest.raises(RuntimeError, match="have ended"):
+        ops.rms_norm(1, x, torch.ones(64), 1e-5, x)
+    with pytest.raises(RuntimeError, match="have ended"):
+        _ = ops.pool.num_runs
+
+
 def test_a_pool_does_not_run_in_a_forked_child() -> None:
     code = (
         "import os, sys, torch, warnings\n"
@@ -192,6 +214,7 @@ def test_a_pool_does_not_run_in_a_forked_child() -> None:
         "    try:\n"
         "        ops.rms_norm(1, x, torch.ones(64), 1e-5, x)\n"
         "    except RuntimeError:\n"
+        "        ops.pool.close()  # nothing to wait for\n"
         "        os._exit(7)\n"
         "    os._exit(0)\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
@@ -202,6 +225,15 @@ def test_a_pool_does_not_run_in_a_forked_child() -> None:
 def test_a_pool_without_threads_is_refused() -> None:
     with pytest.raises(NativeUnavailable, match="cannot start 0 threads"):
         Pool(installed_library(), "portable", 0)
+
+
+def test_the_benchmark_refuses_a_file_that_it_cannot_write_before_it_measures(tmp_path: Path) -> None:
+    target = tmp_path / "missing" / "figures.json"
+    command = [sys.executable, "-m", "kvd_kernels.bench", "--only", "attention", "--json", str(target)]
+    ended = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(f"error: --json {target}: No such file or directory\n")
+    assert not ended.stdout
 
 
 # --------------------------------------------------------------------------- fusing
