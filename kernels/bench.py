@@ -32,6 +32,7 @@ from kvd_kernels.weights import Int4Weight, Int8Weight, Linear
 
 GIGA = 1e9
 PIECE = 64 << 10
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +299,10 @@ def main() -> None:
     wanted = arguments.only.split(",")
     if unknown := set(wanted) - {"small", "large", "attention"}:
         parser.error(f"--only {', '.join(sorted(unknown))}: expected some of small, large, attention")
-    if arguments.threads < 1:
-        parser.error("--threads: expected 1 or more")
+    if not 1 <= arguments.threads <= MAX_THREADS:
+        parser.error(f"--threads: expected 1 to {MAX_THREADS}")
+    if not 0 < arguments.seconds <= 60:
+        parser.error("--seconds: expected more than 0 and at most 60")
     try:
         bench = Bench(arguments.threads, arguments.level, arguments.seconds)
     except NativeUnavailable as reason:

@@ -13,10 +13,16 @@ from kvd_kernels.ops import AttentionSpec, KVCache
 _TYPES: dict[ElementType, Type] = {"int8": Type.I8, "fp16": Type.F16, "bf16": Type.BF16}
 
 
+MAX_HEAD_DIM = 1024
+"""What the kernels' buffers on the stack hold."""
+
+
 def _fill(target: Layer, pool: torch.Tensor, group: GroupFormat, layer_index: int, layer: LayerFormat) -> None:
     for element in (layer.k_type, layer.v_type):
         if element not in _TYPES:
             raise NotImplementedError(f"the native CPU kernels do not support {element} KV; use int8, fp16 or bf16")
+    if layer.head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(f"heads of {layer.head_dim} channels; the native CPU kernels go up to {MAX_HEAD_DIM}")
     target.pool = pool.data_ptr() + group.layer_offset(layer_index)
     target.block_bytes = pool.stride(0)
     target.v_offset = layer.v_offset

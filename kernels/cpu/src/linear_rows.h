@@ -11,6 +11,11 @@ constexpr int ROWS_PER_PASS = 8;
 constexpr int ROWS_PER_PASS = 4;
 #endif
 
+// With few rows memory is the limit: its lines are asked for early. Tiles follow one another, so what lies ahead is the
+// next tile of this piece of work or the first one of somebody else's.
+constexpr int PREFETCHED_ROWS = 2;
+constexpr int64_t PREFETCH_BYTES = 1024;
+
 // Activations of some rows: code c of row r is codes[r · stride + c]; scales and sums are [rows, groups].
 struct Rows {
     const int8_t *codes;
@@ -42,6 +47,8 @@ static __attribute__((noinline)) void multiply_tile(const uint8_t *tile, const R
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) total[r][v] = splat(0.0f);
     for (int64_t group = 0; group < x.groups; ++group, tile += step, codes += pitch) {
+        if constexpr (R <= PREFETCHED_ROWS)
+            for (int64_t ahead = 0; ahead < step; ahead += LINE) __builtin_prefetch(tile + PREFETCH_BYTES + ahead);
         vi sums[R][VECS];
         const uint16_t *scales;
         if constexpr (IS_U4) {
