@@ -1,4 +1,4 @@
-"""Times whole steps of the default model in process: scheduler, runner and reference ops, without HTTP.
+"""Times whole steps of the default model in process: scheduler, runner and ops, without HTTP.
 
     .venv/bin/python packaging/measure.py [RUNS]
 
