@@ -13,11 +13,12 @@ import json
 import random
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvd import __version__
 from kvd.tools import bench_run
@@ -41,9 +42,42 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
             if url is None:
                 progress.say("starting kvd serve")
                 url = stack.enter_context(own_server(options.serve_words))
-            report = asyncio.run(_measure(options, url, words, progress))
+            report = asyncio.run(_unless_ended(_measure(options, url, words, progress)))
+        if isinstance(report, int):
+            raise SystemExit(128 + report)
     _write(options, report)
     return 0
+
+
+async def _unless_ended(measuring: Coroutine[Any, Any, Report]) -> Report | int:
+    """What `measuring` returns, or the number of the signal that cancelled it.
+
+    An exception out of a signal handler would surface wherever the event loop happens to be; a cancelled task unwinds.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[int] = []
+
+    def leave(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        handled = []  # handlers belong to the main thread
+    for number in handled:
+        loop.add_signal_handler(number, leave, number)
+    try:
+        return await measuring
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return received[0]
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
 
 
 async def _measure(options: BenchOptions, url: str, words: Sequence[str], progress: _Progress) -> Report:

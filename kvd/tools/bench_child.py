@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvd.tools.bench_answer import BenchFailed
 
@@ -29,6 +31,7 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
 
     Raises BenchFailed with its own last words where it does not start.
     """
+    held = _HeldSignals()  # an exception inside Popen would leave a child that nobody knows
     process = subprocess.Popen(
         [sys.executable, "-m", "kvd", "serve", *words, "--no-dashboard", "--host", "127.0.0.1", "--port", "0"],
         stdin=subprocess.DEVNULL,
@@ -40,6 +43,7 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
     )
     listener = _Listener(process)
     try:
+        held.release()
         yield listener.wait_for_url()
     except BenchFailed as error:
         if listener.url is None:
@@ -54,6 +58,26 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
     finally:
         _stop(process)
         listener.close()
+
+
+class _HeldSignals:
+    """Notes SIGINT, SIGTERM and SIGHUP from now on; `release` restores the handlers and delivers what came. A child
+    that is started meanwhile has the default handlers."""
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # handlers run on the main thread alone
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda number, frame: self._received.append(number))
+
+    def release(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._received:
+            signal.raise_signal(self._received[0])
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
