@@ -31,6 +31,8 @@ from tests.model.checkpoints import make_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_SECONDS = 120.0
+LONG = 1500
+"""Tokens of an answer that is still under way when a test acts on it: seconds on the reference kernels."""
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -134,7 +136,7 @@ def serve(folder: Path, model: Path) -> Iterator[Any]:
 
 
 def test_it_says_what_a_client_needs_answers_and_drains(serve: Any) -> None:
-    running = serve("--served-model-name", "tiny", "--swap-space", "1", "--api-key", "hush")
+    running = serve("--served-model-name", "tiny", "--swap-space", "1", "--api-key", "hush", "--backend", "reference")
     url = running.url()
     running.wait_for("model     tiny$")
     text = "\n".join(running.lines)
@@ -154,7 +156,7 @@ def test_it_says_what_a_client_needs_answers_and_drains(serve: Any) -> None:
 
     # A request that runs when the first signal comes is answered in full.
     answers: list[tuple[int, Any]] = []
-    long = body | {"max_tokens": 300}
+    long = body | {"max_tokens": LONG}
     client = threading.Thread(target=lambda: answers.append(call(f"{url}/v1/completions", long, **key)))
     client.start()
     while not call(f"{url}/kvd/requests", **key)[1].get("requests"):
@@ -162,7 +164,7 @@ def test_it_says_what_a_client_needs_answers_and_drains(serve: Any) -> None:
     assert running.stop(signal.SIGINT) == 0
     client.join()
     assert answers[0][0] == 200
-    assert answers[0][1]["usage"]["completion_tokens"] == 300
+    assert answers[0][1]["usage"]["completion_tokens"] == LONG
     text = "\n".join(running.lines)
     assert "stopping: running requests get up to 60 s" in text
     assert "Traceback" not in text
@@ -170,10 +172,10 @@ def test_it_says_what_a_client_needs_answers_and_drains(serve: Any) -> None:
 
 
 def test_a_second_signal_ends_what_runs(serve: Any) -> None:
-    running = serve()
+    running = serve("--backend", "reference")
     url = running.url()
     name = call(f"{url}/v1/models")[1]["data"][0]["id"]
-    body = {"model": name, "prompt": "the", "max_tokens": 4000, "ignore_eos": True}
+    body = {"model": name, "prompt": "the", "max_tokens": LONG, "ignore_eos": True}
     answers: list[tuple[int, Any]] = []
 
     def ask() -> None:
