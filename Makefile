@@ -35,11 +35,11 @@ check: $(VENV)/.made-dev build/typing/kvd_kernels ## format, lint, types
 	$(RUN) -m mypy kvd build/typing/kvd_kernels
 
 # The sanitizers' runtime must be in the process before Python; Python itself leaks by design.
-sanitize: $(VENV)/.made-test ## run the kernel tests on a build with AddressSanitizer and UBSan
+sanitize: $(VENV)/.made-test ## run the kernel tests (or ARGS) on a build with AddressSanitizer and UBSan
 	$(RUN) packaging/native_build.py build/native/sanitized.so --sanitize
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 KVD_NATIVE_LIBRARY=build/native/sanitized.so \
-	$(RUN) -m pytest -m "not gpu" tests/kernels $(ARGS)
+	$(RUN) -m pytest -m "not full and not gpu" $(or $(ARGS),tests/kernels)
 
 docs: venv ## write what is generated from the program: kvd.yaml and tables in docs/
 	$(RUN) packaging/make_docs.py
