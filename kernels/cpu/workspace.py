@@ -35,9 +35,3 @@ class Workspace:
         if self._partials is None or self._partials.numel() < wanted:
             self._partials = aligned_bytes(4 * wanted).view(torch.float32).zero_()  # counters begin at zero
         return self._partials
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now."""
-        total = 0 if self._partials is None else self._partials.nbytes
-        return total + sum(buffer.nbytes for buffers in self._quantized.values() for buffer in buffers)

@@ -6,16 +6,11 @@
 
 #include "tiles.h"
 
-// Lanes rotated by half, quarter, …: what a reduction over lanes works on.
-KVD_INLINE vi rotated(vi x, int by) {
-    vi index;
-    for (int i = 0; i < W; ++i) index[i] = (i + by) % W;
-    return __builtin_shuffle(x, index);
-}
+KVD_INLINE vi turn_int_lanes(vi x, int step) { return bits(turn_lanes(bits_to_float(x), step)); }
 KVD_INLINE vi larger_int(vi a, vi b) { return a > b ? a : b; }
 KVD_INLINE int32_t sum_of_lanes(vi x) {
 #pragma GCC unroll 4
-    for (int by = W / 2; by > 0; by /= 2) x += rotated(x, by);
+    for (int by = W / 2; by > 0; by /= 2) x += turn_int_lanes(x, by);
     return x[0];
 }
 
@@ -43,7 +38,7 @@ KVD_INLINE void quantize_group(const float *x, int64_t length, int8_t *codes, fl
     vi largest = splat_int(0);
     for (int64_t i = 0; i < length; i += W) largest = larger_int(largest, bits(load(x + i)) & 0x7fffffff);
 #pragma GCC unroll 4
-    for (int by = W / 2; by > 0; by /= 2) largest = larger_int(largest, rotated(largest, by));
+    for (int by = W / 2; by > 0; by /= 2) largest = larger_int(largest, turn_int_lanes(largest, by));
     const float absmax = bits_to_float(largest)[0];
     if (largest[0] >= 0x7f800000) {
         *scale = __builtin_nanf("");
