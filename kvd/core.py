@@ -16,6 +16,7 @@ BLOCK_SIZE = 16
 """Tokens per KV block, for every model and backend."""
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+KVEviction = Literal["none", "sliding_window", "streaming", "heavy_hitter"]
 
 
 # --------------------------------------------------------------------------- requests
@@ -54,6 +55,8 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     choice_index: int = 0
     deadline: float | None = None
+    kv_eviction: KVEviction = "none"  # which tokens to forget when the request outgrows its share of the KV cache
+    kv_budget_tokens: int | None = None  # that share; None: as much as the pool holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None = None
     error: str | None = None
     timing: RequestTiming | None = None  # on the last event
+    num_dropped_tokens: int = 0  # tokens that kv_eviction has forgotten so far
 
 
 # --------------------------------------------------------------------------- one step
@@ -104,6 +108,14 @@ class BlockCopy:
     source: int
     target: int
     num_tokens: int = BLOCK_SIZE
+
+
+class BlockTransfer(NamedTuple):
+    """Copy a whole block between the KV pool and slot `slot` of the RAM tier, both of one layer group."""
+
+    group_id: int
+    block_id: int
+    slot: int
 
 
 class PlanItem(NamedTuple):
@@ -124,6 +136,7 @@ class PlanItem(NamedTuple):
     first_positions: tuple[Sequence[int], ...]
     samples: bool  # the last token is the newest of the request, so a token is sampled from its logits
     last_from_slot: bool = False
+    wants_mass: bool = False  # report the attention mass of each table entry of group 0
 
     @property
     def num_tokens(self) -> int:
@@ -132,13 +145,19 @@ class PlanItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the runner does next, in this order: forget, register, copy, compute, sample."""
+    """What the runner does next, in this order: forget, register, save, copy, restore, compute, sample.
+
+    The order matters: a block may be saved and, in the same plan, be given to somebody else who copies, restores or
+    computes into it; copies are made one after the other. A plan without items moves blocks only.
+    """
 
     step_id: int
     items: tuple[PlanItem, ...]
     new_requests: tuple[Request, ...] = ()  # scheduled for the first time: the runner needs their sampling
     ended_request_ids: tuple[str, ...] = ()  # the runner may forget these
     copies: tuple[BlockCopy, ...] = ()
+    saves: tuple[BlockTransfer, ...] = ()  # KV pool → RAM tier
+    restores: tuple[BlockTransfer, ...] = ()  # RAM tier → KV pool
 
     @property
     def num_tokens(self) -> int:
@@ -155,11 +174,18 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan: one sample per item with `samples`, in plan order."""
+    """What came of a plan: one sample per item with `samples`, in plan order.
+
+    `masses` has one entry per item with `wants_mass`, in plan order: the softmax weight that each table entry of group 0
+    got, summed over query tokens, heads and layers. `seconds` is everything; the two other times are parts of it.
+    """
 
     step_id: int
     samples: tuple[Sample, ...]
     seconds: float
+    save_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    masses: tuple[tuple[float, ...], ...] = ()
 
 
 # --------------------------------------------------------------------------- what others see
