@@ -24,7 +24,7 @@ o_w. Attention rounds the query to int8 per head, sums q·k exactly, and works i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -305,6 +305,19 @@ class Ops(ABC):
     @abstractmethod
     def copy_block(self, cache: KVCache, group_id: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first num_tokens tokens of a block, all layers of the group; other bytes of target stay."""
+
+    def copy_rows(
+        self, source: torch.Tensor, source_rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]
+    ) -> None:
+        """target[target_rows[i]] = source[source_rows[i]], one after the other.
+
+        source, target: uint8 [any, width], contiguous, of equal width and not the same memory; one of them may lie on
+        the device and the other in host memory.
+        """
+        assert source.shape[1] == target.shape[1]
+        for source_row, target_row in zip(source_rows, target_rows, strict=True):
+            assert source_row >= 0 <= target_row
+            target[target_row].copy_(source[source_row])
 
     def record(self, batch: Batch, cache: KVCache, forward: Callable[[Batch], torch.Tensor]) -> StepProgram:
         """Make a program of a forward pass over this batch's buffers and this cache.

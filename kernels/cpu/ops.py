@@ -179,7 +179,7 @@ class CpuOps(Ops):
             0 if block_mass is None else block_mass.stride(0), spec.num_heads, rope.cos.shape[1], rope.cos.shape[0],
             spec.scale,
         )  # fmt: skip
-        self._emit(Kernel.ATTEND, args, (q,), (out,), batch, keep=(layer, rope, cache, spec, partials))
+        self._emit(Kernel.ATTEND, args, (q,), (out,), batch, keep=(layer, rope, cache, spec, partials, block_mass))
 
     def gather(self, batch: Batch, x: torch.Tensor, out: torch.Tensor) -> None:
         args = GatherArgs(_floats(x), _floats(out), x.shape[1])

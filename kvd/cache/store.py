@@ -1,15 +1,19 @@
-"""The tensors of the KV cache. The only file of this room that knows torch; owned by the engine thread.
+"""The tensors of the KV cache and of its RAM tier. The only file of this room that knows torch.
 
-The store neither allocates nor frees blocks: the manager says which block means what, ops read and write
-the bytes, and the store holds them.
+Owned by the engine thread, apart from arena slots that it has handed to somebody else. The store neither allocates
+nor frees blocks or slots: the manager says which one means what, ops read and write the bytes, and the store holds
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from kvd.core import BlockTransfer
 from kvd_kernels.kv_format import KVFormat
-from kvd_kernels.ops import KVCache
+from kvd_kernels.ops import KVCache, Ops
 
 
 def allocate_cache(kv_format: KVFormat, num_blocks: int, device: torch.device) -> KVCache:
@@ -22,3 +26,69 @@ def allocate_cache(kv_format: KVFormat, num_blocks: int, device: torch.device) -
         torch.empty((num_blocks, group.block_bytes), dtype=torch.uint8, device=device) for group in kv_format.groups
     )
     return KVCache(kv_format, pools)
+
+
+class Arena:
+    """The RAM tier's memory: per layer group uint8 [num_slots, block_bytes] in host memory, contents undefined.
+
+    The engine thread alone runs saves and restores; another thread may use a slot through `memory` for as long as the
+    manager holds that slot for it.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor]) -> None:
+        self.slots = tuple(slots)
+        self._bytes = tuple(memoryview(group.view(-1).numpy()) for group in slots)
+
+    def memory(self, group_id: int, slot: int) -> memoryview:
+        """The bytes of one slot, writable, without a copy."""
+        num_slots, block_bytes = self.slots[group_id].shape
+        assert 0 <= slot < num_slots
+        return self._bytes[group_id][slot * block_bytes : (slot + 1) * block_bytes]
+
+
+def allocate_arena(kv_format: KVFormat, num_slots: int | Sequence[int], device: torch.device) -> Arena:
+    """Memory of the RAM tier beside a cache on `device`.
+
+    num_slots: of every group, or one number for each. Pinned where the device is CUDA, so that copies need no staging;
+    else handed out by the operating system as slots are first written.
+    """
+    groups = kv_format.groups
+    counts = [num_slots] * len(groups) if isinstance(num_slots, int) else list(num_slots)
+    return Arena([
+        torch.empty((count, group.block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        for group, count in zip(groups, counts, strict=True)
+    ])  # fmt: skip
+
+
+def save_blocks(ops: Ops, cache: KVCache, arena: Arena, transfers: Sequence[BlockTransfer]) -> None:
+    """Copy whole blocks of the pools to slots of the arena."""
+    for group_id, (block_ids, slots) in _by_group(transfers).items():
+        ops.copy_rows(cache.pools[group_id], block_ids, arena.slots[group_id], slots)
+
+
+def restore_blocks(ops: Ops, cache: KVCache, arena: Arena, transfers: Sequence[BlockTransfer]) -> None:
+    """Copy slots of the arena to whole blocks of the pools."""
+    for group_id, (block_ids, slots) in _by_group(transfers).items():
+        ops.copy_rows(arena.slots[group_id], slots, cache.pools[group_id], block_ids)
+
+
+def read_block(cache: KVCache, group_id: int, block_id: int) -> bytes:
+    """The bytes of one block, as a file keeps them."""
+    return cache.pools[group_id][block_id].cpu().numpy().tobytes()
+
+
+def write_block(cache: KVCache, group_id: int, block_id: int, data: bytes | memoryview) -> None:
+    """Fill one block with bytes that `read_block` gave for a block of the same layout."""
+    block = cache.pools[group_id][block_id]
+    assert len(data) == block.numel(), f"{len(data)} bytes for a block of {block.numel()}"
+    block.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _by_group(transfers: Sequence[BlockTransfer]) -> dict[int, tuple[list[int], list[int]]]:
+    """Per layer group the block ids and the slots of its transfers, in their order."""
+    groups: dict[int, tuple[list[int], list[int]]] = {}
+    for group_id, block_id, slot in transfers:
+        block_ids, slots = groups.setdefault(group_id, ([], []))
+        block_ids.append(block_id)
+        slots.append(slot)
+    return groups

@@ -3,6 +3,9 @@
 The buffers are numpy arrays that the Batch's tensors share, so filling them is all the work there is. They are
 as long as the largest step; the live sizes stand in the Batch.
 
+A table's entries ascend in position. Where they follow each other without a hole their first positions are a range,
+and a token's entry is found by arithmetic; a table with holes has a tuple, and is searched.
+
 Most of a decode step's metadata is its block tables, and nearly all of them are those of the step before. Invariant:
 row s of the tables holds what `_held[s]` says. These are immutable values, so where a plan hands over the very same
 objects for that row, nothing is to be written, and where a table begins with the one that is there, only its end is.
@@ -11,6 +14,7 @@ It does not matter whose table it is, or why it changed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,12 +40,12 @@ class BatchBuilder:
         self._logit_rows = np.zeros(max_seqs, dtype=np.int64)
         self._dense_positions = np.arange(0, max_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype=np.int32)
         self._tables = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self._first_positions = [np.tile(self._dense_positions, (max_seqs, 1)) for _ in range(num_groups)]
+        self._first_positions = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self._num_slots = [np.zeros(max_seqs, dtype=np.int32) for _ in range(num_groups)]
         self._write_slots = [np.zeros(max_tokens, dtype=np.int64) for _ in range(num_groups)]
-        self._nothing: tuple[_Tables, _Positions] = (((),) * num_groups, (range(0, 0, BLOCK_SIZE),) * num_groups)
+        self._nothing: tuple[_Tables, _Positions] = (((),) * num_groups, ((),) * num_groups)
         self._held: list[tuple[_Tables, _Positions]] = [self._nothing] * max_seqs
-        self._is_dense = [True] * max_seqs  # in every group, entry j begins at position 16·j
+        self._displaced: list[set[int]] = [set() for _ in range(num_groups)]  # rows whose entry j is not at 16·j
         self._counting = np.arange(max_seqs + 1, dtype=np.int32)
         self.batch = Batch(
             torch.from_numpy(self._token_ids),
@@ -72,7 +76,7 @@ class BatchBuilder:
             tables, first_positions = held[sequence]
             if item.block_tables is not tables or item.first_positions is not first_positions:
                 self._write_row(sequence, item)
-            if len(item.token_ids) == 1 and len(tokens) == sequence and self._is_dense[sequence]:
+            if len(item.token_ids) == 1 and len(tokens) == sequence:
                 tokens.append(int(newest_tokens[item.slot]) if item.last_from_slot else item.token_ids[0])
                 starts.append(item.start)
         num_single = len(tokens)
@@ -95,22 +99,32 @@ class BatchBuilder:
         """Make one row hold an item's tables."""
         old_tables, old_first_positions = self._held[sequence]
         self._held[sequence] = self._nothing  # should the table be too long for the row
-        is_dense = True
         for group, table in enumerate(item.block_tables):
-            old, old_positions = old_tables[group], old_first_positions[group]
+            old = old_tables[group]
             num_kept = len(old) if table[: len(old)] == old else 0
             self._tables[group][sequence, num_kept : len(table)] = table[num_kept:]
-            positions = item.first_positions[group]
-            if not _are_dense(positions):
-                is_dense = False
-                self._first_positions[group][sequence, : len(positions)] = positions
-            elif not _are_dense(old_positions):
-                self._first_positions[group][sequence] = self._dense_positions
+            self._write_positions(group, sequence, old_first_positions[group], item.first_positions[group])
         self._held[sequence] = (item.block_tables, item.first_positions)
-        self._is_dense[sequence] = is_dense
+
+    def _write_positions(self, group: int, sequence: int, old: Sequence[int], new: Sequence[int]) -> None:
+        """Make one row hold first positions. That of a range goes on to its end, so that a table may grow."""
+        row = self._first_positions[group][sequence]
+        if isinstance(new, range):
+            assert new.step == BLOCK_SIZE
+            if not isinstance(old, range) or old.start != new.start:
+                np.add(self._dense_positions, new.start, out=row)
+            is_dense = new.start == 0
+        else:
+            num_kept = len(old) if not isinstance(old, range) and new[: len(old)] == old else 0
+            row[num_kept : len(new)] = new[num_kept:]
+            is_dense = False
+        if is_dense:
+            self._displaced[group].discard(sequence)
+        else:
+            self._displaced[group].add(sequence)
 
     def _fill_singles(self, items: Sequence[PlanItem], tokens: list[int], starts: list[int]) -> None:
-        """Sequences 0 … n - 1, of one token each, whose tables are dense: a few assignments of n values, no arithmetic.
+        """Sequences 0 … n - 1, of one token each: a few assignments of n values, no arithmetic.
 
         Beside the fixed cost of a numpy call, integers in Python are cheap for as many sequences as a step has.
         """
@@ -120,11 +134,21 @@ class BatchBuilder:
         self._query_starts[: num + 1] = self._counting[: num + 1]
         lengths = [start + 1 for start in starts]
         for group, (write_slots, num_slots) in enumerate(zip(self._write_slots, self._num_slots, strict=True)):
+            if not self._displaced[group]:
+                write_slots[:num] = [
+                    item.block_tables[group][start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
+                    for item, start in zip(items, starts, strict=True)
+                ]
+                num_slots[:num] = lengths
+                continue
+            entries = [_entry_of(item.first_positions[group], start) for item, start in zip(items, starts, strict=True)]
             write_slots[:num] = [
-                item.block_tables[group][start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
-                for item, start in zip(items, starts, strict=True)
+                item.block_tables[group][entry] * BLOCK_SIZE + start % BLOCK_SIZE
+                for item, entry, start in zip(items, entries, starts, strict=True)
             ]
-            num_slots[:num] = lengths
+            num_slots[:num] = [
+                entry * BLOCK_SIZE + start % BLOCK_SIZE + 1 for entry, start in zip(entries, starts, strict=True)
+            ]
 
     def _fill_run(self, sequence: int, item: PlanItem, row: int, newest_tokens: np.ndarray) -> int:
         """One item of any kind, from token `row` on; returns the token after its last."""
@@ -135,18 +159,19 @@ class BatchBuilder:
         positions = np.arange(item.start, item.start + item.num_tokens, dtype=np.int64)
         self._positions[row:end] = positions
         self._query_starts[sequence + 1] = end
+        offsets = positions % BLOCK_SIZE
         for group, first_positions in enumerate(item.first_positions):
-            if _are_dense(first_positions):
-                entries, offsets = np.divmod(positions, BLOCK_SIZE)
+            if isinstance(first_positions, range):
+                entries = (positions - first_positions.start) // BLOCK_SIZE
             else:
-                firsts = np.asarray(first_positions)
-                entries = np.searchsorted(firsts, positions, side="right") - 1
-                offsets = positions - firsts[entries]
+                entries = np.searchsorted(np.asarray(first_positions), positions, side="right") - 1
             self._write_slots[group][row:end] = self._tables[group][sequence, entries] * np.int64(BLOCK_SIZE) + offsets
             self._num_slots[group][sequence] = entries[-1] * BLOCK_SIZE + offsets[-1] + 1
         return end
 
 
-def _are_dense(first_positions: Sequence[int]) -> bool:
-    """Whether entry j holds tokens 16·j … 16·j + 15, which a range says at once."""
-    return isinstance(first_positions, range) and first_positions.start == 0 and first_positions.step == BLOCK_SIZE
+def _entry_of(first_positions: Sequence[int], position: int) -> int:
+    """The entry of a table that holds a position."""
+    if isinstance(first_positions, range):
+        return (position - first_positions.start) // BLOCK_SIZE
+    return bisect_right(first_positions, position) - 1

@@ -105,12 +105,15 @@ class Decoder:
             attention,
         )
 
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KVCache, block_mass: torch.Tensor | None = None) -> torch.Tensor:
         """Compute all live tokens, write their K and V, and return the logits buffer, float32 [max_seqs, vocab].
 
         Rows from num_logit_rows on are undefined, and the next call overwrites the others. Sizes are handed on to the
         ops and not looked at, so that the pass can be recorded (`Ops.record`).
+        block_mass: float32 [layers of group 0, max_seqs, max_blocks], when given: `Ops.attend` fills one of its parts
+        for each layer of group 0, in their order. The logits stay the same.
         """
+        masses = {} if block_mass is None else self._by_layer(block_mass)
         ops, n, eps = self.ops, batch.num_tokens, self.spec.rms_norm_eps
         hidden = self._hidden
         ops.embed(batch, self._embedding, hidden)
@@ -118,7 +121,8 @@ class Decoder:
             ops.rms_norm(n, hidden, layer.attention_norm, eps, self._normed)
             ops.linear(n, self._normed, layer.qkv, self._qkv)
             ops.rope_and_write(batch, self._qkv, self._rope, cache, layer.attention, self._q)
-            ops.attend(batch, self._q, self._rope, cache, layer.attention, self._attended)
+            mass = masses.get(layer.attention.layer_index)
+            ops.attend(batch, self._q, self._rope, cache, layer.attention, self._attended, mass)
             ops.linear(n, self._attended, layer.output, hidden, residual=hidden)
             ops.rms_norm(n, hidden, layer.mlp_norm, eps, self._normed)
             ops.linear(n, self._normed, layer.gate_up, self._gate_up)
@@ -129,3 +133,8 @@ class Decoder:
         ops.rms_norm(rows, self._last, self._final_norm, eps, self._last)
         ops.linear(rows, self._last, self._head, self._logits)
         return self._logits
+
+    def _by_layer(self, block_mass: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The parts of `block_mass` by the layer of group 0 that they belong to."""
+        layers = self.kv_format.groups[0].layers
+        return {index: part for (index, _), part in zip(layers, block_mass, strict=True)}

@@ -7,6 +7,7 @@ both planning depths. Each is compared with a description that is made from the 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -48,23 +49,35 @@ def make_builder(simulation: Simulation, kind: type[BatchBuilder] = BatchBuilder
 
 
 def with_holes(plans: list[StepPlan], seed: int) -> list[StepPlan]:
-    """As if blocks in front had left a window: some requests lose table entries that the step does not write to."""
+    """As if blocks had left a window or been dropped: requests lose entries that the step does not write to.
+
+    What is lost lies in front, so that the rest is a range, or further back, so that a hole stays.
+    """
     chance = random.Random(seed)
-    num_gone: dict[str, int] = {}
+    gone_of: dict[tuple[str, int], tuple[int, int]] = {}
 
-    def cut(item: PlanItem) -> PlanItem:
-        gone = num_gone.get(item.request_id, 0)
+    def cut(request_id: str, group: int, table: tuple[int, ...], firsts: Sequence[int], num_whole: int):
+        first, end = gone_of.get((request_id, group), (0, 0))
         if chance.random() < 0.1:
-            gone = num_gone[item.request_id] = chance.randrange(4)
-        gone = min(gone, item.start // BLOCK_SIZE)
-        if not gone:
-            return item
-        tables = tuple(table[gone:] for table in item.block_tables)
-        return item._replace(
-            block_tables=tables, first_positions=tuple(tuple(firsts)[gone:] for firsts in item.first_positions)
-        )
+            first = chance.randrange(3)
+            end = first + chance.randrange(4)
+            gone_of[request_id, group] = (first, end)
+        end = min(end, num_whole)
+        if first >= end:
+            return table, firsts
+        if first == 0:
+            return table[end:], firsts[end:]
+        return table[:first] + table[end:], (*firsts[:first], *firsts[end:])
 
-    return [StepPlan(plan.step_id, tuple(cut(item) for item in plan.items)) for plan in plans]
+    def cut_item(item: PlanItem) -> PlanItem:
+        parts = [
+            cut(item.request_id, group, table, firsts, item.start // BLOCK_SIZE)
+            for group, (table, firsts) in enumerate(zip(item.block_tables, item.first_positions, strict=True))
+        ]
+        tables, first_positions = zip(*parts, strict=True)
+        return item._replace(block_tables=tables, first_positions=first_positions)
+
+    return [StepPlan(plan.step_id, tuple(cut_item(item) for item in plan.items)) for plan in plans]
 
 
 def expected_of(plan: StepPlan, newest: np.ndarray) -> dict[str, object]:
@@ -145,8 +158,17 @@ def test_the_plans_hold_what_matters() -> None:
     assert {simulation.cache.num_groups for simulation in simulations} == {1, 2, 3}
     assert any(item.last_from_slot and item.num_tokens == 1 for item in items)
     assert any(item.num_tokens == 1 and not item.samples for item in items)
-    holes = [item for seed in SEEDS for plan in with_holes(simulated(seed)[1], seed) for item in plan.items]
-    assert any(item.first_positions[0] and item.first_positions[0][0] for item in holes)
+    tables = [
+        (item.num_tokens, firsts)
+        for seed in SEEDS
+        for plan in with_holes(simulated(seed)[1], seed)
+        for item in plan.items
+        for firsts in item.first_positions
+    ]
+    for is_single in (True, False):
+        some = [firsts for num_tokens, firsts in tables if (num_tokens == 1) is is_single]
+        assert any(isinstance(firsts, range) and firsts.start for firsts in some)
+        assert any(isinstance(firsts, tuple) and firsts[0] == 0 for firsts in some)
 
 
 class TrustsTheRequest(BatchBuilder):
@@ -168,6 +190,35 @@ class IgnoresRepeatedLengths(BatchBuilder):
     def _write_row(self, sequence: int, item: PlanItem) -> None:
         if [len(table) for table in self._held[sequence][0]] != [len(table) for table in item.block_tables]:
             super()._write_row(sequence, item)
+
+
+class TrustsTheFirstEntry(BatchBuilder):
+    """Planted fault: takes first positions that begin as those before did for the same ones, only longer."""
+
+    def _write_positions(self, group: int, sequence: int, old: Sequence[int], new: Sequence[int]) -> None:
+        super()._write_positions(group, sequence, new if old and new and old[0] == new[0] else old, new)
+
+
+class ForgetsHoles(BatchBuilder):
+    """Planted fault: a row that was displaced once is taken for dense later, and the other way round."""
+
+    def _write_positions(self, group: int, sequence: int, old: Sequence[int], new: Sequence[int]) -> None:
+        was_displaced = sequence in self._displaced[group]
+        super()._write_positions(group, sequence, old, new)
+        if old:
+            (self._displaced[group].add if was_displaced else self._displaced[group].discard)(sequence)
+
+
+@pytest.mark.parametrize("faulty", [TrustsTheFirstEntry, ForgetsHoles])
+def test_a_planted_fault_about_holes_is_found(faulty: type[BatchBuilder]) -> None:
+    num_found = 0
+    for seed in SEEDS:
+        simulation, plans = simulated(seed)
+        try:
+            check(make_builder(simulation, faulty), with_holes(plans, seed), simulation.config.max_num_seqs)
+        except (AssertionError, IndexError):
+            num_found += 1
+    assert num_found > 2
 
 
 @pytest.mark.parametrize("faulty", [TrustsTheRequest, IgnoresRepeatedLengths])
@@ -194,3 +245,15 @@ def test_a_table_that_is_too_long_leaves_nothing_half_believed() -> None:
     with pytest.raises(ValueError, match="broadcast"):
         builder.fill(plan((1, 2, 3, 4)), np.zeros(1, dtype=np.int64))
     check(builder, [first], 1)
+
+
+def test_a_row_whose_writing_failed_believes_nothing_of_its_positions_either() -> None:
+    builder = BatchBuilder(1, max_tokens=64, max_seqs=2, max_blocks=3)
+
+    def plan(table: tuple[int, ...], positions: Sequence[int]) -> StepPlan:
+        return StepPlan(1, (PlanItem("it", 0, positions[-1] + 3, (5,), (table,), (positions,), True),))
+
+    check(builder, [plan((7, 8), range(64, 96, BLOCK_SIZE))], 1)
+    with pytest.raises(ValueError, match="broadcast"):
+        builder.fill(plan((1, 2, 3, 4), range(0, 64, BLOCK_SIZE)), np.zeros(1, dtype=np.int64))
+    check(builder, [plan((7, 8), range(0, 32, BLOCK_SIZE)), plan((7, 8, 9), (0, 64, 80))], 1)
