@@ -65,6 +65,7 @@ class IndexedBlock:
     depth: int
     num_children: int = 0
     num_hits: int = 0  # how often a request found it instead of computing it
+    kept_until: float = 0.0  # monotonic seconds before which it goes only when nothing else is left
 
 
 class PrefixIndex:

@@ -267,8 +267,8 @@ def test_the_policy_alone_decides_the_order() -> None:
     class MostRecent(LeastRecentlyUsed):
         """Evicts the latest leaf: another order in a few lines, nothing else is touched."""
 
-        def choose(self) -> IndexedBlock:
-            return next(block for block in reversed(self._blocks.values()) if not block.num_children)
+        def place(self, block: IndexedBlock) -> tuple[int, float]:
+            return 0, -float(self._num_additions)
 
     cache = CacheManager([6], key_seed=b"", make_policy=MostRecent)
     first, second = list(range(48)), list(range(100, 148))
