@@ -82,7 +82,8 @@ class DiskStore:
     size_bytes  the most that block file and side files may take together
     log         gets one line when the file had to be recreated
 
-    All methods raise DiskStoreError when the file cannot be used now (busy, disk full, I/O error).
+    All methods raise DiskStoreError when the file cannot be used now (busy, disk full, I/O error). When the file was
+    replaced by somebody else, the next call goes on with the new one.
     """
 
     def __init__(self, folder: DiskFolder, size_bytes: int, log: Callable[[str], None]) -> None:
@@ -136,6 +137,15 @@ class DiskStore:
         view[:] = data
         return True
 
+    def read_some(self, limit: int) -> int:
+        """Read and hash a few blocks, whatever they are, for the sake of timing it; returns their bytes."""
+        with self._guarded():
+            rows = self._connection.execute("SELECT data FROM payload ORDER BY id LIMIT ?", (limit,)).fetchall()
+        blocks = [data for (data,) in rows if isinstance(data, bytes)]
+        for data in blocks:
+            digest_of(data)
+        return sum(map(len, blocks))
+
     def contains(self, group_id: int, key: bytes) -> bool:
         """Whether there is a row for a block; whether it is intact shows when it is read."""
         with self._guarded():
@@ -185,9 +195,9 @@ class DiskStore:
         with self._guarded(), self._transaction():
             clock, worth = self._clock(), self._hit_worth()
             self._connection.executemany(
-                "UPDATE block SET hits = hits + 1, last_used = ?1, value = ?1 + min(hits + 1, ?2) * ?3 "
-                "WHERE group_id = ?4 AND key = ?5",
-                [(clock, _MOST_HITS_THAT_COUNT, worth, group_id, key) for group_id, key in names],
+                "UPDATE block SET hits = hits + 1, last_used = ?, value = ? + min(hits + 1, ?) * ? "
+                "WHERE group_id = ? AND key = ?",
+                [(clock, clock, _MOST_HITS_THAT_COUNT, worth, group_id, key) for group_id, key in names],
             )
 
     def reset(self) -> int:
@@ -198,6 +208,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Close the file. The last one to close it clears the write-ahead log away."""
+        self._is_open = False
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
 
@@ -232,8 +243,14 @@ class DiskStore:
         if self._folder.wal_bytes() > self._log_bytes // 2:
             self._connection.execute("ROLLBACK")
             raise DiskStoreError("the write-ahead log could not be emptied", is_busy=True)
-        yield
-        self._connection.execute("COMMIT")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+            raise
 
     def _insert(self, blocks: Sequence[StoredBlock], digests: Sequence[bytes], evicted: list[BlockName]) -> None:
         num_pages = sum(_pages_of(len(block.data)) for block in blocks)
@@ -328,6 +345,7 @@ class DiskStore:
             identity = self._folder.create()
             self._connection = disk_schema.connect(self._folder.database, self._max_pages)
         self._identity = identity
+        self._is_open = True
 
     def _replace(self) -> None:
         """Throw the block file away, unless somebody has done so already, and begin a new one."""
@@ -342,16 +360,13 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Follow a file that was replaced; roll back and raise DiskStoreError, or begin a new file, on errors."""
+        """Follow a file that was replaced; turn errors into DiskStoreError, and begin a new file on damage."""
         try:
-            if self._folder.identity() != self._identity:
+            if not self._is_open or self._folder.identity() != self._identity:
                 self.close()
                 self._open()
             yield
         except sqlite3.Error as error:
-            with contextlib.suppress(sqlite3.Error):
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
             if disk_schema.is_damage(error):
                 self._log(f"{self._folder.database} is damaged and is made anew: {error}")
                 self._replace()
