@@ -42,6 +42,8 @@ _KV_NAMES = {
     "fp8": "fp8_e4m3",
 }
 _MAX_COUNT = 2**40
+MIN_KV_EVICTION_TOKENS = 128
+"""What a request that forgets tokens holds at least: its first tokens, a window, and room to forget in strides."""
 NOT_YET = "in this version"
 
 
@@ -193,31 +195,55 @@ class Config:
         "Most tokens to keep cached for reuse beside those in use.",
         null_means="no limit but the memory",
         origin="kvd",
-        no_effect=NOT_YET,
+    )
+    cache_eviction: str = setting(
+        "value",
+        Choice(("value", "lru")),
+        "Cache",
+        "Which cached block leaves first when room is needed: value weighs the chance of reuse and the cost of "
+        "computing it again, lru takes the one that was used longest ago.",
+        origin="kvd",
     )
     swap_space: float = setting(
         0.0,
         Number(0, 2**20),
         "Cache",
-        "GiB of RAM for blocks that left the KV cache.",
-        no_effect=NOT_YET,
+        "GiB of RAM for copies of KV blocks, so that what left the KV cache comes back without being computed "
+        "again, preempted requests too; 0 is none.",
     )
     disk_cache: DiskCache | None = setting(  # noqa: RUF009
         None,
         DiskCacheKind(),
         "Cache",
-        "A folder, and the most it may hold, for blocks that should survive a restart.",
+        "A folder, and the most it may hold, for KV blocks that should survive a restart. Blocks pass through "
+        "swap_space; without one a small staging area is made.",
         null_means="none",
         origin="kvd",
-        no_effect=NOT_YET,
     )
     kv_eviction: str = setting(
         "none",
         Choice(("none", "sliding_window", "streaming", "heavy_hitter")),
         "Cache",
-        "How to go on when one request outgrows the KV cache by forgetting tokens; none ends it.",
+        "Which tokens a request forgets to go on when it outgrows kv_eviction_tokens; none forgets nothing and ends "
+        "it where the KV cache ends. Forgetting changes answers, and lets max_model_len exceed the KV cache. A "
+        "request may choose for itself.",
         origin="kvd",
-        no_effect=NOT_YET,
+    )
+    kv_eviction_tokens: int | None = setting(
+        None,
+        Integer(MIN_KV_EVICTION_TOKENS, _MAX_COUNT),
+        "Cache",
+        "Most tokens that one request with kv_eviction holds; a request may choose for itself.",
+        null_means="as many as the KV cache holds",
+        origin="kvd",
+    )
+    keep_tool_turns: float = setting(
+        60.0,
+        Number(0, 10**7),
+        "Cache",
+        "Seconds for which the blocks of a turn that ended in a tool call are kept, since the next turn is near; "
+        "0 treats them like others.",
+        origin="kvd",
     )
 
     # ------------------------------------------------------------------ Scheduling
@@ -225,22 +251,23 @@ class Config:
         None,
         Integer(1, 4096, has_auto=True),
         "Scheduling",
-        "Most requests that run at the same time; the others wait.",
+        "Most requests that run at the same time; the others wait. auto is a ceiling that kvd lowers while more "
+        "requests at a time do not raise the throughput.",
     )
     max_num_batched_tokens: int | None = setting(
         None,
         Integer(16, 2**20, has_auto=True),
         "Scheduling",
-        "Most tokens that one step computes; longer prompts take several steps.",
+        "Most tokens that one step computes; longer prompts take several steps, and target_itl_ms may make steps "
+        "smaller.",
     )
-    target_itl_ms: float | None = setting(
-        None,
-        Number(0, 60_000, open_below=True),
+    target_itl_ms: float = setting(
+        250.0,
+        Number(0, 60_000),
         "Scheduling",
-        "Gap between two tokens of a stream, in milliseconds, that other requests' prompts may not exceed.",
-        null_means="no target",
+        "Gap between two tokens of a stream, in milliseconds, that other requests' prompts should not exceed: while "
+        "somebody streams, a step computes no more of them than fits. 0 is no target.",
         origin="kvd",
-        no_effect=NOT_YET,
     )
     max_waiting: int = setting(
         256,
@@ -332,6 +359,11 @@ class Config:
     def served_names(self) -> tuple[str, ...]:
         """The names that clients may ask for; never empty."""
         return self.served_model_name or (self.model,)
+
+    @property
+    def target_gap_seconds(self) -> float | None:
+        """`target_itl_ms` in seconds; None without a target."""
+        return self.target_itl_ms / 1000 if self.target_itl_ms else None
 
     @property
     def home_path(self) -> Path:

@@ -17,6 +17,8 @@ from kvd.errors import ConfigError
 
 Where = Callable[[str], str]
 
+_NEEDS_PREFIX_CACHING = ("max_cached_tokens", "cache_eviction", "disk_cache", "keep_tool_turns")
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`."""
@@ -50,6 +52,12 @@ def check(config: Config, where: Where) -> list[str]:
         for name in weaker
         if getattr(config, name) != SETTINGS[name].default
     ]
+    if not config.enable_prefix_caching:
+        notices += [
+            f"{where(name)} has no effect without enable_prefix_caching"
+            for name in _NEEDS_PREFIX_CACHING
+            if getattr(config, name) != SETTINGS[name].default
+        ]
     return notices
 
 

@@ -50,7 +50,7 @@ def test_help_of_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_check_prints_every_setting_and_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kvd.yaml"
-    path.write_text("port: 8123\nswap_space: 4\napi_key: hush\n")
+    path.write_text("port: 8123\nhead_quantization: int8\napi_key: hush\n")
     assert cli.main(["check", "-c", str(path), "--max-model-len", "4K", "org/name"]) == 0
     output = capsys.readouterr()
     lines = output.out.splitlines()
@@ -59,7 +59,7 @@ def test_check_prints_every_setting_and_where_it_came_from(tmp_path: Path, capsy
     assert "max_model_len: 4096  # --max-model-len" in lines
     assert f"port: 8123  # {path}:1" in lines
     assert "max_num_seqs: auto" in lines
-    assert output.err == f"notice: {path}:2: swap_space has no effect in this version\n"
+    assert output.err == f"notice: {path}:2: head_quantization has no effect in this version\n"
     assert "hush" not in output.out + output.err
 
 

@@ -71,8 +71,7 @@ def test_a_vllm_start_command_works_as_it_is() -> None:
         swap_space=8.0,
     )
     notices = "\n".join(loaded.notices)
-    assert len(loaded.notices) == 3
-    assert "--swap-space has no effect in this version" in notices
+    assert len(loaded.notices) == 2
     assert "--gpu-memory-utilization has no effect on the CPU" in notices
     assert "--tensor-parallel-size has no effect: kvd serves one GPU" in notices
 
@@ -411,16 +410,57 @@ def test_a_chat_template_may_be_a_file_or_the_template(tmp_path: Path) -> None:
     assert from_flags("--chat-template {{messages}}").config.chat_template == "{{messages}}"
 
 
+def test_what_has_no_effect_yet_is_announced() -> None:
+    (notice,) = from_flags("--head-quantization int8").notices
+    assert notice == "--head-quantization has no effect in this version"
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "name", "value"),
     [
-        "--swap-space 8", "--disk-cache path=/x,size=1GiB", "--kv-eviction streaming", "--max-cached-tokens 1000",
-        "--target-itl-ms 50", "--head-quantization int8",
+        ("--swap-space 8", "swap_space", 8.0),
+        ("--disk-cache path=/x,size=1GiB", "disk_cache", DiskCache("/x", 2**30)),
+        ("--kv-eviction streaming", "kv_eviction", "streaming"),
+        ("--kv-eviction-tokens 1K", "kv_eviction_tokens", 1024),
+        ("--kv-eviction-tokens 128", "kv_eviction_tokens", 128),
+        ("--max-cached-tokens 0", "max_cached_tokens", 0),
+        ("--cache-eviction lru", "cache_eviction", "lru"),
+        ("--keep-tool-turns 0", "keep_tool_turns", 0.0),
+        ("--target-itl-ms 50", "target_itl_ms", 50.0),
     ],
-)  # fmt: skip
-def test_what_has_no_effect_yet_is_announced(line: str) -> None:
-    (notice,) = from_flags(line).notices
-    assert notice == f"{line.split()[0]} has no effect in this version"
+)
+def test_settings_of_cache_and_scheduler_are_taken_as_they_are(line: str, name: str, value: object) -> None:
+    loaded = from_flags(line)
+    assert getattr(loaded.config, name) == value
+    assert not loaded.notices
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--kv-eviction-tokens 127", "--kv-eviction-tokens: expected a whole number ≥ 128"),
+        ("--kv-eviction window", "--kv-eviction: expected one of none, sliding_window, streaming, heavy_hitter"),
+        ("--cache-eviction fifo", "--cache-eviction: expected one of value, lru"),
+        ("--target-itl-ms -1", "--target-itl-ms: expected a number ≥ 0"),
+        ("--swap-space 4GiB", "--swap-space: expected a number ≥ 0"),
+    ],
+)
+def test_values_that_cache_and_scheduler_cannot_use_are_refused(line: str, expected: str) -> None:
+    assert refusal(lambda: from_flags(line)).startswith(expected)
+
+
+def test_the_target_gap_has_a_default_and_can_be_switched_off() -> None:
+    assert Config().target_gap_seconds == 0.25
+    assert from_flags("--target-itl-ms 40").config.target_gap_seconds == 0.04
+    assert from_flags("--target-itl-ms 0").config.target_gap_seconds is None
+
+
+def test_settings_that_need_prefix_caching_are_announced_without_it() -> None:
+    line = "--no-enable-prefix-caching --disk-cache path=/x,size=1GiB --swap-space 1 --keep-tool-turns 9"
+    assert from_flags(line).notices == (
+        "--disk-cache has no effect without enable_prefix_caching",
+        "--keep-tool-turns has no effect without enable_prefix_caching",
+    )
 
 
 def test_sizes_that_override_each_other_are_announced() -> None:
