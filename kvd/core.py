@@ -251,8 +251,16 @@ class Counters:
     recomputed_tokens: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    partial_hit_tokens: int = 0  # of these, in blocks that belong to another continuation
+    ram_hit_tokens: int = 0  # of these, restored from RAM
+    disk_hit_tokens: int = 0  # of these, restored from disk
     num_preemptions: int = 0
+    num_swaps: int = 0  # preemptions that kept the blocks in RAM
     num_evicted_blocks: int = 0
+    num_saved_blocks: int = 0  # written through to RAM
+    num_unsaved_blocks: int = 0  # not written through, since every slot was held
+    num_restored_blocks: int = 0
+    num_dropped_tokens: int = 0  # forgotten under kv_eviction
     step_seconds: float = 0.0
     finished: tuple[tuple[str, int], ...] = ()  # (finish reason, requests)
 
@@ -267,7 +275,7 @@ class StepMix:
     seconds: float = 0.0
 
 
-RequestState = Literal["waiting", "prefill", "decode", "preempted"]
+RequestState = Literal["waiting", "restoring", "prefill", "decode", "preempted", "swapped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +300,26 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixView:
+    """One chain of blocks in the KV cache, for people. `prefix_id` names it: the key of its last block, in hex."""
+
+    prefix_id: str
+    num_tokens: int
+    num_hits: int
+    is_pinned: bool
+    is_active: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A chain of blocks that was written to, or read from, a session file."""
+
+    name: str
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The engine as others see it. `requests` is filled only when details were asked for."""
 
@@ -307,6 +335,11 @@ class Snapshot:
     num_blocks_free: int
     counters: Counters
     last_step: StepMix
+    num_blocks_pinned: int = 0
+    num_ram_blocks: int = 0  # slots of the RAM tier, first group
+    num_ram_blocks_used: int = 0
+    running_limit: int = 0  # requests that may run at the same time, as of now
+    step_budget: int = 0  # tokens that the latest step was allowed
     histograms: dict[str, Histogram] = field(default_factory=dict)
     requests: tuple[RequestView, ...] = ()
 
@@ -329,10 +362,38 @@ class SnapshotSource(Protocol):
 
 
 class Control(Protocol):
-    """What an operator may do to a running engine."""
+    """What an operator may do to a running engine.
+
+    A chain of cached blocks is named by its `prefix_id` (see `PrefixView`), or by the id of a request that ended lately.
+    """
 
     async def abort(self, request_id: str) -> bool: ...
 
     async def reset_cache(self) -> int:
-        """Drop every cached block that no request uses; returns how many were dropped."""
+        """Drop every cached block that no request uses, in all tiers; returns how many were in the KV pool."""
+        ...
+
+    async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """The chains in the KV pool that were found most often, the pinned ones first."""
+        ...
+
+    async def pin(self, chain: str) -> int:
+        """Keep a chain for good; how many blocks, 0 if it is not in the pool or would leave too little room."""
+        ...
+
+    async def unpin(self, chain: str) -> bool: ...
+
+    async def keep_turn(self, request_id: str) -> int:
+        """The answer was a tool call, so the next turn is near: keep the request's blocks for `tool_turn_seconds`.
+
+        Returns how many blocks are kept.
+        """
+        ...
+
+    async def save_session(self, name: str, chain: str) -> SessionInfo:
+        """Write a chain to the session file of that name. Raises SessionError."""
+        ...
+
+    async def restore_session(self, name: str) -> SessionInfo:
+        """Read a session file into the KV pool. Raises SessionError."""
         ...

@@ -14,6 +14,7 @@ Anything else that reaches the top is a bug of ours and is reported as one.
     └── RequestError            one request is refused: HTTP status, type, code and parameter
         ├── ContextLengthExceeded
         ├── ServerOverloaded    queue full, loading or draining: 503 with Retry-After
+        ├── SessionError        a session file is missing, damaged or another model's
         └── EngineFailure       a fault of ours while the request ran: 500
 """
 
@@ -110,6 +111,12 @@ class ServerOverloaded(RequestError):
 
     def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message, retry_after_seconds=retry_after_seconds)
+
+
+class SessionError(RequestError):
+    """A session cannot be saved or restored: no such name or chain, a damaged file, another model or format."""
+
+    code = "session_error"
 
 
 class EngineFailure(RequestError):

@@ -1,136 +1,60 @@
-"""The KV blocks of all requests: find what is cached, allocate, grow, publish, free.
+"""The KV blocks of all requests: find what is cached, allocate, grow, publish, forget, swap, free.
 
 Owner: the engine thread; nobody else calls anything in here.
 
-One `CacheManager` holds a pool, a prefix index and an eviction policy per layer group and keeps the three in step.
-A `SequenceBlocks` is one request's side of it: a block table per group and the chain of its keys. Requests
-never touch a pool.
+One `CacheManager` holds a `LayerGroup` (pool, prefix index, eviction policy) per layer group and the tiers below. A
+`SequenceBlocks` is one request's side of it: a block table per group and the chain of its keys. Requests never touch a
+pool.
 
 Invariants, checked after every step of the simulator:
-  - a block's references are exactly the tables that name it, plus replaced blocks that wait for a step in flight;
+  - a block's references are exactly the tables that name it, pins, and blocks that wait for a step in flight;
   - an indexed block is active or cached, never free; a cached one is always indexed;
-  - only blocks whose 16 tokens were computed by committed steps are indexed, and nobody writes to them again;
-  - whoever references an indexed block references the indexed blocks before it (`publish` sees to it), so cached
-    blocks have cached children only, and every cached block can be evicted, leaf by leaf.
+  - only blocks whose 16 tokens were put in place by committed steps are indexed, and nobody writes to them again;
+  - a RAM slot is held exactly by the plans, transfers, restores and swapped-out sequences that depend on it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from enum import Enum
 
-from kvd.cache.block_pool import BlockPool
+from kvd.cache.chains import Chains
 from kvd.cache.eviction import EvictionPolicy, LeastRecentlyUsed
-from kvd.cache.prefix_index import KeyChain, PrefixIndex
+from kvd.cache.finder import Finder, WorthRestoring
+from kvd.cache.layer_group import LayerGroup, PoolGauges
+from kvd.cache.lower_tiers import LowerTiers
+from kvd.cache.prefix_index import IndexedBlock, KeyChain
+from kvd.cache.ram_tier import RamTier
+from kvd.cache.sequence import Restore, RestoreStep, SequenceBlocks, Wanted, blocks_for
+from kvd.cache.swapping import Swapper
+from kvd.cache.tiers import NoSlowTier, SlowTier
 from kvd.core import BLOCK_SIZE
+
+__all__ = ["CacheManager", "PhysicalBlock", "PoolGauges", "Refusal", "SequenceBlocks", "blocks_for"]
 
 PhysicalBlock = tuple[int, int]
 """(group id, block id)"""
 
 
-def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
-    return -(-num_tokens // BLOCK_SIZE)
+class Refusal(Enum):
+    """Why a sequence got no blocks."""
 
-
-@dataclass(frozen=True, slots=True)
-class PoolGauges:
-    """How the blocks of one layer group are used at this moment."""
-
-    group_id: int
-    window: int
-    num_blocks: int
-    num_active: int
-    num_cached: int
-    num_free: int
-
-
-class SequenceBlocks:
-    """The block tables of one request, made by `CacheManager.open` and changed by it alone.
-
-    `tables[group_id][j]` is the block of tokens 16·j … 16·j + 15; the first `num_published` of them are indexed.
-    The chain of keys survives `free`, so that a request which starts over is not hashed again.
-    """
-
-    __slots__ = ("_views", "chain", "num_published", "tables")
-
-    def __init__(self, num_groups: int, chain: KeyChain) -> None:
-        self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
-        self.chain = chain
-        self.num_published = 0
-        self._views: tuple[tuple[tuple[int, ...], ...], tuple[range, ...]] | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the table of the first group."""
-        return len(self.tables[0])
-
-    def views(self, num_tokens: int) -> tuple[tuple[tuple[int, ...], ...], tuple[range, ...]]:
-        """Per group the table up to token `num_tokens - 1`, and the position of each entry's first token.
-
-        The whole table, which is what a decode step asks for, is built only when it has changed.
-        """
-        num_blocks = blocks_for(num_tokens)
-        views = self._views
-        if views is not None and len(views[0][0]) == num_blocks:
-            return views
-        assert num_blocks <= len(self.tables[0]), f"{num_tokens} tokens do not fit {len(self.tables[0])} blocks"
-        positions = range(0, num_blocks * BLOCK_SIZE, BLOCK_SIZE)
-        views = tuple(tuple(table[:num_blocks]) for table in self.tables), (positions,) * len(self.tables)
-        self._views = views
-        return views
-
-    def forget_views(self) -> None:
-        self._views = None
-
-
-class _Group:
-    """Pool, index and policy of one layer group."""
-
-    __slots__ = ("index", "num_evicted", "policy", "pool", "window")
-
-    def __init__(self, num_blocks: int, window: int, policy: EvictionPolicy) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex()
-        self.policy = policy
-        self.window = window
-        self.num_evicted = 0
-
-    def take(self) -> int:
-        """A block with one reference; evicts a cached one when none is free."""
-        if not self.pool.num_free:
-            self.evict()
-            self.num_evicted += 1
-        return self.pool.take()
-
-    def evict(self) -> None:
-        """Turn the cached leaf that the policy names into a free block."""
-        victim = self.policy.choose()
-        self.policy.discard(victim)
-        self.index.remove(victim)
-        self.pool.drop(victim.block_id)
-
-    def share(self, key: bytes) -> int:
-        """One more reference to the block under a known key."""
-        block = self.index.find(key)
-        assert block is not None, "share() of a key that is not indexed"
-        if self.pool.retain(block.block_id):
-            self.policy.discard(block)
-        return block.block_id
-
-    def release(self, block_id: int) -> None:
-        block = self.index.of_block(block_id)
-        if self.pool.release(block_id, is_indexed=block is not None) and block is not None:
-            self.policy.add(block)
+    NO_ROOM = "no room"
+    AWAITED = "another request is computing the blocks that come next"
 
 
 class CacheManager:
     """All KV blocks.
 
-    num_blocks      blocks per layer group
-    windows         tokens that a query sees in each group, 0 for all; blocks that left a window are kept for now
-    key_seed        model fingerprint, KV layout id and arithmetic id: what else decides the bytes of a block
-    make_policy     called once per group
+    num_blocks         blocks per layer group
+    windows            tokens that a query sees in each group, 0 for all
+    key_seed           model fingerprint, KV layout id and arithmetic id: what else decides the bytes of a block
+    make_policy        called once per group, with the clock
+    max_cached_blocks  most cached blocks per group beside those in use
+    num_ram_slots      slots of the RAM tier per group; all 0: there is none
+    slow_tier          what lies below the RAM tier, which it needs
+    block_bytes        bytes of a block per group, for decisions by cost
     """
 
     def __init__(
@@ -140,154 +64,292 @@ class CacheManager:
         key_seed: bytes,
         windows: Sequence[int] | None = None,
         enable_prefix_caching: bool = True,
-        make_policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
+        make_policy: Callable[[Callable[[], float]], EvictionPolicy] = LeastRecentlyUsed,
+        max_cached_blocks: int | None = None,
+        num_ram_slots: Sequence[int] | None = None,
+        slow_tier: SlowTier | None = None,
+        block_bytes: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         windows = (0,) * len(num_blocks) if windows is None else windows
         assert len(windows) == len(num_blocks) > 0, (num_blocks, windows)
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_releases = 0  # rises whenever blocks may have become available
-        self._key_seed = key_seed
+        self.num_changes = 0  # rises whenever blocks may have become available, or known
+        self.key_seed = key_seed
+        self._clock = clock
         self._groups = tuple(
-            _Group(number, window, make_policy()) for number, window in zip(num_blocks, windows, strict=True)
+            LayerGroup(number, window, make_policy(clock), max_cached_blocks)
+            for number, window in zip(num_blocks, windows, strict=True)
         )
-
-    # ------------------------------------------------------------------ requests
+        self.tiers = LowerTiers(
+            self._groups,
+            RamTier((0,) * len(num_blocks) if num_ram_slots is None else num_ram_slots),
+            NoSlowTier() if slow_tier is None else slow_tier,
+            (0,) * len(num_blocks) if block_bytes is None else block_bytes,
+        )
+        self._swapper = Swapper(self._groups, self.tiers)
+        self._finder = Finder(self._groups, self.tiers)
+        self.chains = Chains(self._groups, self.tiers, self.release)
+        self._computing: dict[bytes, SequenceBlocks] = {}  # who is about to compute, or restore, which block
 
     def open(self, salt: str) -> SequenceBlocks:
         """A sequence without blocks. Sequences share blocks only within one salt."""
-        return SequenceBlocks(len(self._groups), KeyChain(self._key_seed, salt))
+        return SequenceBlocks(len(self._groups), KeyChain(self.key_seed, salt))
 
-    def match(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> int:
-        """Leading full blocks of `token_ids` that every group has; never all tokens, the last one is computed."""
-        if not self.enable_prefix_caching:
-            return 0
-        limit = (len(token_ids) - 1) // BLOCK_SIZE
-        keys = sequence.chain.keys
-        if len(keys) < limit:
-            sequence.chain.extend(token_ids, limit * BLOCK_SIZE)
-        for group in self._groups:
-            limit = group.index.match_length(keys, limit)
-        return limit
+    def guess_cached(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> int:
+        """About how many leading tokens are in the pool: a hint for the order of service."""
+        return self._finder.guess(sequence, token_ids) if self.enable_prefix_caching else 0
 
-    def allocate(self, sequence: SequenceBlocks, token_ids: Sequence[int], *, num_spare_blocks: int = 0) -> int | None:
-        """Give an empty sequence the blocks of all its tokens, shared ones where the index has them.
+    def allocate(
+        self,
+        sequence: SequenceBlocks,
+        token_ids: Sequence[int],
+        *,
+        num_spare_blocks: int = 0,
+        num_extra_tokens: int = 0,
+        max_blocks: int | None = None,
+        max_matched_tokens: int | None = None,
+        worth: WorthRestoring | None = None,
+    ) -> int | Refusal:
+        """Give an empty sequence blocks for all its tokens and `num_extra_tokens` more, shared ones where there are.
 
-        Returns how many leading tokens need no computing. None, and nothing has changed, if that would leave less
-        than `num_spare_blocks` available in some group.
+        Returns how many leading tokens are in place; where `sequence.restore` is set, more come by `proceed`. A
+        refusal changes nothing: the blocks that come next are being computed by somebody else, or less than
+        `num_spare_blocks` would be left in some group.
+        max_blocks: of a sequence that forgets tokens, see `drop`; max_matched_tokens: what lies behind depends on
+        what was forgotten.
         """
         assert not sequence.num_blocks, "allocate() for a sequence that has blocks"
-        num_blocks = blocks_for(len(token_ids))
-        num_shared = self.match(sequence, token_ids)
-        keys = sequence.chain.keys[:num_shared]
-        num_new = num_blocks - num_shared
+        num_total = blocks_for(len(token_ids) + num_extra_tokens)
+        num_total = num_total if max_blocks is None else min(num_total, max_blocks)
+        if sequence.swapped is not None:
+            return self._bring_back(sequence, num_total, num_spare_blocks)
+        limit = (len(token_ids) - 1) if max_matched_tokens is None else min(len(token_ids) - 1, max_matched_tokens)
+        limit = min(limit, num_total * BLOCK_SIZE)
+        num_shared = 0
+        steps: list[RestoreStep] = []
+        if self.enable_prefix_caching:
+            num_shared = min(self._finder.match(sequence, token_ids), limit // BLOCK_SIZE)
+            keys = sequence.chain.keys
+            if num_shared < limit // BLOCK_SIZE:
+                steps = self._finder.below(sequence, token_ids, num_shared, limit // BLOCK_SIZE, worth)
+                if not steps and keys[num_shared] in self._computing:
+                    return Refusal.AWAITED
+            partial = self._finder.partial(sequence, token_ids, num_shared + len(steps), limit, worth)
+            if partial is not None:
+                steps.append(partial)
+        wants: list[Wanted] = []
         for group in self._groups:
-            num_needed = num_new + num_spare_blocks
-            if num_needed > group.pool.num_available:
-                return None
-            # A shared block that nobody else uses is no longer there to be evicted.
-            num_needed += self._count_idle(group, keys)
-            if num_needed > group.pool.num_available:
-                return None
-        for group, table in zip(self._groups, sequence.tables, strict=True):
-            table.extend([group.share(key) for key in keys])
-            table.extend([group.take() for _ in range(num_new)])
-        self._count_hits(keys)
+            first = group.first_seen(num_shared * BLOCK_SIZE)
+            ahead = max(group.lead, len(steps))
+            last = num_total if not group.window else min(num_total, num_shared + ahead)
+            shared = [(number, sequence.chain.keys[number]) for number in range(first, num_shared)]
+            wants.append([*shared, *[(number, None) for number in range(num_shared, max(last, num_shared + 1))]])
+        if not self._acquire(sequence, wants, num_spare_blocks):
+            return Refusal.NO_ROOM
         sequence.num_published = num_shared
-        sequence.forget_views()
+        if steps:
+            sequence.restore = Restore(steps, num_shared * BLOCK_SIZE)
+        if self.enable_prefix_caching:
+            self._register(sequence, token_ids, num_shared, min(len(token_ids), limit + 1) // BLOCK_SIZE)
         return num_shared * BLOCK_SIZE
 
-    def append(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
-        """Let the tables cover `num_tokens` tokens. False, and nothing has changed, if a group lacks the blocks."""
-        if num_tokens <= len(sequence.tables[0]) * BLOCK_SIZE:
-            return True
-        num_new = blocks_for(num_tokens) - sequence.num_blocks
-        if any(num_new > group.pool.num_available for group in self._groups):
-            return False
-        for group, table in zip(self._groups, sequence.tables, strict=True):
-            table.extend([group.take() for _ in range(num_new)])
-        sequence.forget_views()
+    def _acquire(self, sequence: SequenceBlocks, wants: Sequence[Wanted], num_spare_blocks: int) -> bool:
+        """Fill empty tables with (number, key to share or None for a block of its own) per group."""
+        found: list[list[IndexedBlock | None]] = []
+        for group, wanted in zip(self._groups, wants, strict=True):
+            # A key that is wanted is known: whoever wants it has just looked.
+            blocks = [None if key is None else group.index.find(key) for _, key in wanted]
+            references = group.pool.references
+            # A shared block that nobody else uses is no longer there to be evicted.
+            num_needed = sum([block is None or not references(block.block_id) for block in blocks])
+            if num_needed + num_spare_blocks > group.pool.num_available:
+                return False
+            found.append(blocks)
+        for group_id, (group, blocks) in enumerate(zip(self._groups, found, strict=True)):
+            for block in blocks:
+                if block is not None:
+                    group.share_block(block)
+                    block.num_hits += sequence.counts_hits
+            sequence.tables[group_id].extend([group.take() if block is None else block.block_id for block in blocks])
+            sequence.numbers[group_id].extend([number for number, _ in wants[group_id]])
+        sequence.note_change()
         return True
+
+    def _bring_back(self, sequence: SequenceBlocks, num_total: int, num_spare_blocks: int) -> int | Refusal:
+        """Blocks for a swapped-out sequence: those that the pool still has, and a restore for the others."""
+        wants = self._swapper.wants(sequence, num_total)
+        if not self._acquire(sequence, wants, num_spare_blocks):
+            return Refusal.NO_ROOM
+        return self._swapper.begin_return(sequence, wants)
+
+    # ------------------------------------------------------------------ growing
+
+    def cover(self, sequence: SequenceBlocks, start: int, end: int) -> tuple[bool, list[PhysicalBlock]]:
+        """Let the tables cover the queries `start` … `end` - 1, and give up what left the windows.
+
+        False where a group lacks the blocks: then no table has grown. The blocks given up are returned and still
+        referenced: the caller hands them to `release` as soon as no step in flight reads them.
+        """
+        number = (end - 1) // BLOCK_SIZE
+        retired: list[PhysicalBlock] = []
+        is_short = False
+        for group_id, (group, table, numbers) in enumerate(
+            zip(self._groups, sequence.tables, sequence.numbers, strict=True)
+        ):
+            if group.window and numbers[0] < group.first_seen(start):
+                num_left = min(group.first_seen(start) - numbers[0], len(numbers) - 1)
+                retired += [(group_id, block_id) for block_id in table[:num_left]]
+                del table[:num_left]
+                del numbers[:num_left]
+                sequence.note_change()
+            is_short |= numbers[-1] < number
+        if not is_short:
+            return True, retired
+        for group, numbers in zip(self._groups, sequence.numbers, strict=True):
+            if number - numbers[-1] > group.pool.num_available:
+                return False, retired
+        for group, table, numbers in zip(self._groups, sequence.tables, sequence.numbers, strict=True):
+            for new in range(numbers[-1] + 1, number + 1):
+                table.append(group.take())
+                numbers.append(new)
+        sequence.note_change()
+        return True, retired
+
+    def drop(self, sequence: SequenceBlocks, dropped: Iterable[int]) -> list[PhysicalBlock]:
+        """Forget blocks in the middle of a sequence; returned and still referenced, as from `cover`."""
+        sequence.has_dropped = True
+        self._unregister(sequence)
+        gone = set(dropped)
+        retired: list[PhysicalBlock] = []
+        for group_id, (table, numbers) in enumerate(zip(sequence.tables, sequence.numbers, strict=True)):
+            pairs = list(zip(numbers, table, strict=True))
+            retired += [(group_id, block_id) for number, block_id in reversed(pairs) if number in gone]
+            numbers[:] = [number for number, _ in pairs if number not in gone]
+            table[:] = [block_id for number, block_id in pairs if number not in gone]
+        sequence.note_change()
+        return retired
 
     def publish(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> list[PhysicalBlock]:
         """Make the full blocks among the first `num_tokens` tokens shareable.
 
-        To be called when the step that computed token `num_tokens - 1` is committed. Where another block is known
+        To be called when the step that put token `num_tokens - 1` in place is committed. Where another block is known
         under the same key, the sequence goes over to that one. The blocks it had instead are returned and
         still referenced: the caller hands them to `release` as soon as no step in flight reads them.
         """
         num_full = num_tokens // BLOCK_SIZE
         replaced: list[PhysicalBlock] = []
-        if not self.enable_prefix_caching or num_full <= sequence.num_published:
+        if not self.enable_prefix_caching or sequence.has_dropped or num_full <= sequence.num_published:
             return replaced
-        sequence.chain.extend(token_ids, num_tokens)
-        keys = sequence.chain.keys
-        for group_id, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
-            for number in range(sequence.num_published, num_full):
-                key = keys[number]
-                if group.index.find(key) is None:
-                    group.index.insert(table[number], key, keys[number - 1] if number else None)
-                else:
-                    replaced.append((group_id, table[number]))
-                    table[number] = group.share(key)
+        chain = sequence.chain
+        chain.extend(token_ids, num_tokens)
+        for number in range(sequence.num_published, num_full):
+            key, parent = chain.keys[number], chain.parent_key(number)
+            tokens = tuple(token_ids[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE])
+            for group_id, group in enumerate(self._groups):
+                entry = sequence.entry_of(group_id, number)
+                if entry is None:
+                    continue  # it left its window before its step was committed
+                table = sequence.tables[group_id]
+                known = group.index.find(key)
+                if known is None:
+                    group.index.insert(table[entry], key, parent, number, tokens)
+                    self.tiers.publish(group_id, table[entry], key, parent, tokens)
+                elif known.block_id != table[entry]:
+                    replaced.append((group_id, table[entry]))
+                    table[entry] = group.share(key)
+            if self._computing.get(key) is sequence:
+                del self._computing[key]
         sequence.num_published = num_full
+        self.num_changes += 1
         if replaced:
-            sequence.forget_views()
+            sequence.note_change()
         return replaced
 
+    # ------------------------------------------------------------------ giving up
+
     def release(self, blocks: Iterable[PhysicalBlock]) -> None:
-        """Give up the references that `publish` returned."""
+        """Give up the references that `publish`, `cover` and `drop` returned."""
         for group_id, block_id in blocks:
             self._groups[group_id].release(block_id)
-        self.num_releases += 1
+        self.num_changes += 1
 
     def free(self, sequence: SequenceBlocks) -> None:
         """Give up all blocks of a sequence, from the end: what is indexed stays cached, leaves leave first."""
-        for group, table in zip(self._groups, sequence.tables, strict=True):
+        self._unregister(sequence)
+        self.tiers.cancel(sequence)
+        for group, table, numbers in zip(self._groups, sequence.tables, sequence.numbers, strict=True):
             for block_id in reversed(table):
                 group.release(block_id)
             table.clear()
-        sequence.num_published = 0
-        sequence.forget_views()
-        self.num_releases += 1
+            numbers.clear()
+        if sequence.swapped is None:
+            sequence.num_published = 0
+            sequence.has_dropped = False
+        sequence.counts_hits = False
+        sequence.note_change()
+        self.num_changes += 1
+
+    def num_saved(self, sequence: SequenceBlocks) -> int:
+        """Blocks of a sequence, of the first group, that the RAM tier has already."""
+        return self._swapper.num_saved(sequence)
+
+    def swap_out(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
+        """Plan to keep the first `num_tokens` tokens in RAM while the sequence has no blocks; False: no room there.
+
+        The caller frees the blocks when no step in flight names them; `allocate` brings them back.
+        """
+        return self._swapper.swap_out(sequence, num_tokens)
+
+    def forget(self, sequence: SequenceBlocks) -> None:
+        """The sequence has ended: what it kept in RAM goes too."""
+        self._swapper.forget(sequence)
 
     def reset(self) -> int:
-        """Drop every cached block; blocks in use stay. Returns how many were dropped, over all groups."""
+        """Drop every cached block and what the lower tiers can spare; blocks in use and pinned ones stay.
+
+        Returns how many blocks of the pools were dropped, over all groups.
+        """
         num_dropped = 0
         for group in self._groups:
             while group.pool.num_cached:
                 group.evict()
                 num_dropped += 1
+        self.tiers.reset()
+        self.num_changes += 1
         return num_dropped
 
-    @staticmethod
-    def _count_idle(group: _Group, keys: Sequence[bytes]) -> int:
-        """How many blocks under `keys` nobody references. They are the last ones of the chain."""
-        num_idle = 0
-        for key in reversed(keys):
-            block = group.index.find(key)
-            assert block is not None
-            if group.pool.references(block.block_id):
-                break
-            num_idle += 1
-        return num_idle
+    def _register(self, sequence: SequenceBlocks, token_ids: Sequence[int], first: int, last: int) -> None:
+        """Tell others that this sequence is about to compute or restore blocks `first` … `last` - 1."""
+        sequence.chain.extend(token_ids, last * BLOCK_SIZE)
+        sequence.registered = range(first, last)
+        for key in sequence.chain.keys[first:last]:
+            self._computing.setdefault(key, sequence)
 
-    def _count_hits(self, keys: Sequence[bytes]) -> None:
-        for group in self._groups:
-            for key in keys:
-                block = group.index.find(key)
-                assert block is not None
-                block.num_hits += 1
+    def _unregister(self, sequence: SequenceBlocks) -> None:
+        for number in sequence.registered:
+            if number >= sequence.num_published and self._computing.get(sequence.chain.keys[number]) is sequence:
+                del self._computing[sequence.chain.keys[number]]
+        sequence.registered = range(0)
 
     # ------------------------------------------------------------------ numbers
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that one sequence can have in the cache when it is alone."""
-        return min(group.pool.num_blocks for group in self._groups) * BLOCK_SIZE
+        return (
+            min(group.pool.num_blocks for group in self._groups) * BLOCK_SIZE
+            - self.chains.num_pinned_blocks * BLOCK_SIZE
+        )
 
     @property
     def num_groups(self) -> int:
         return len(self._groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all groups; 0 where it was not told."""
+        return sum(self.tiers.block_bytes)
 
     @property
     def num_blocks(self) -> int:
@@ -312,14 +374,4 @@ class CacheManager:
         return sum(group.num_evicted for group in self._groups)
 
     def gauges(self) -> tuple[PoolGauges, ...]:
-        return tuple(
-            PoolGauges(
-                group_id,
-                group.window,
-                group.pool.num_blocks,
-                group.pool.num_active,
-                group.pool.num_cached,
-                group.pool.num_free,
-            )
-            for group_id, group in enumerate(self._groups)
-        )
+        return tuple(group.gauges(group_id, self.tiers.ram) for group_id, group in enumerate(self._groups))

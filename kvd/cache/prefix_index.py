@@ -7,15 +7,17 @@ Owner: the engine thread, through `CacheManager`; hashing alone may also run els
 
 A key thus stands for everything that can change a byte of a block: all tokens before it, the salt, and
 through `key_seed` the weights, the layout of the block and the arithmetic that filled it. It is the same in
-every process. Where blocks of several layer groups meet in one place, the group id is to be added to it.
+every process. Where blocks of several layer groups meet in one place, the group id is added to it.
 
-Invariant: the index is closed under prefixes. An indexed block's parent is indexed too, `num_children` counts
-the indexed children, and only blocks without children are removed.
+Whoever looks a chain up goes from its root and stops at the first key that is missing. So a block whose parent has
+gone is out of reach until the parent is published again, and never wrong.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,7 +25,12 @@ from hashlib import blake2b
 from kvd.core import BLOCK_SIZE
 
 KEY_BYTES = 16
+MAX_CANDIDATES = 32
+"""Blocks that are compared token by token when a partial hit is looked for: the latest ones."""
+
 _PACK = struct.Struct(f"<{BLOCK_SIZE}I").pack
+_PACKED_BYTES = 4 * BLOCK_SIZE
+_PACKED_TYPE = next(code for code in "IL" if array(code).itemsize == 4)
 
 
 def root_key(key_seed: bytes, salt: str) -> bytes:
@@ -48,38 +55,74 @@ class KeyChain:
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Make `keys` cover the full blocks among the first `num_tokens` of `token_ids`."""
         keys = self.keys
-        start = len(keys)
+        first, end = len(keys) * BLOCK_SIZE, num_tokens // BLOCK_SIZE * BLOCK_SIZE
+        if first >= end:
+            return
         key = keys[-1] if keys else self.root
-        for first in range(start * BLOCK_SIZE, num_tokens - BLOCK_SIZE + 1, BLOCK_SIZE):
-            key = blake2b(key + _PACK(*token_ids[first : first + BLOCK_SIZE]), digest_size=KEY_BYTES).digest()
+        if end - first == BLOCK_SIZE:
+            keys.append(blake2b(key + _PACK(*token_ids[first:end]), digest_size=KEY_BYTES).digest())
+            return
+        packed = _pack(token_ids[first:end])
+        for at in range(0, len(packed), _PACKED_BYTES):
+            key = blake2b(key + packed[at : at + _PACKED_BYTES], digest_size=KEY_BYTES).digest()
             keys.append(key)
+
+    def parent_key(self, number: int) -> bytes:
+        """The key before block `number`: that of the block before it, or the root."""
+        return self.keys[number - 1] if number else self.root
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian unsigned 32-bit integers."""
+    words = array(_PACKED_TYPE, token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 @dataclass(slots=True, eq=False)
 class IndexedBlock:
-    """A block under its key, with what an eviction policy may want to know. `depth` counts blocks before it."""
+    """A block under its key, with what an eviction policy may want to know.
+
+    parent        the block before it; None for the first of a chain, where it is not indexed, and in windowed groups
+    depth         blocks before it
+    token_ids     its 16 tokens
+    num_children  blocks behind it that are cached: it is a leaf when there are none
+    num_hits      how often a request found it instead of computing it
+    kept_until    time (of the manager's clock) before which it is evicted only when nothing else is left
+    """
 
     block_id: int
     key: bytes
     parent: IndexedBlock | None
     depth: int
+    token_ids: tuple[int, ...] = ()
+    parent_key: bytes = b""
     num_children: int = 0
-    num_hits: int = 0  # how often a request found it instead of computing it
-    kept_until: float = 0.0  # monotonic seconds before which it goes only when nothing else is left
+    num_hits: int = 0
+    kept_until: float = 0.0
 
 
 class PrefixIndex:
-    """The indexed blocks of one layer group, by key and by block id."""
+    """The indexed blocks of one layer group, by key, by block id, and by what they continue.
 
-    def __init__(self) -> None:
+    is_flat: blocks are kept apart from their parents, because the group gives up the front of a chain first.
+    """
+
+    def __init__(self, *, is_flat: bool = False) -> None:
+        self.is_flat = is_flat
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: dict[int, IndexedBlock] = {}
+        self._continuations: dict[bytes, dict[int, list[IndexedBlock]]] = {}  # by parent key, then first token
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[IndexedBlock]:
         return iter(self._by_key.values())
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._by_key
 
     def find(self, key: bytes) -> IndexedBlock | None:
         return self._by_key.get(key)
@@ -95,25 +138,52 @@ class PrefixIndex:
                 return number
         return limit
 
-    def insert(self, block_id: int, key: bytes, parent_key: bytes | None) -> IndexedBlock:
-        """Make `block_id` known under `key`; `parent_key` is None for the first block of a chain."""
+    def guess_length(self, keys: Sequence[bytes]) -> int:
+        """`match_length` of all keys by bisection: right as long as no chain lost a block in its middle."""
+        by_key = self._by_key
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in by_key:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def insert(self, block_id: int, key: bytes, parent_key: bytes, depth: int, token_ids: tuple[int, ...]) -> None:
+        """Make `block_id` known under `key`. `parent_key` is the chain's root for the first block."""
         assert key not in self._by_key, "the key is taken: use the block that has it"
         assert block_id not in self._by_block, f"block {block_id} has a key already"
-        parent = None
-        depth = 0
-        if parent_key is not None:
-            parent = self._by_key[parent_key]
-            parent.num_children += 1
-            depth = parent.depth + 1
-        block = IndexedBlock(block_id, key, parent, depth)
+        parent = None if self.is_flat else self._by_key.get(parent_key)
+        block = IndexedBlock(block_id, key, parent, depth, token_ids, parent_key)
         self._by_key[key] = block
         self._by_block[block_id] = block
-        return block
+        self._continuations.setdefault(parent_key, {}).setdefault(token_ids[0], []).append(block)
 
     def remove(self, block: IndexedBlock) -> None:
-        """Forget a block on which no indexed block depends."""
-        assert not block.num_children, f"block {block.block_id} still has children in the index"
         del self._by_key[block.key]
         del self._by_block[block.block_id]
-        if block.parent is not None:
-            block.parent.num_children -= 1
+        behind = self._continuations[block.parent_key]
+        alike = behind[block.token_ids[0]]
+        alike.remove(block)
+        if not alike:
+            del behind[block.token_ids[0]]
+            if not behind:
+                del self._continuations[block.parent_key]
+
+    def continuations(self, parent_key: bytes, first_token: int) -> Sequence[IndexedBlock]:
+        """The latest blocks that continue a chain with a token."""
+        return self._continuations.get(parent_key, {}).get(first_token, ())[-MAX_CANDIDATES:]
+
+    def has_continuation(self, parent_key: bytes) -> bool:
+        return parent_key in self._continuations
+
+
+def common_length(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """Leading tokens that both have in common."""
+    length = 0
+    for ours, theirs in zip(token_ids, wanted, strict=False):
+        if ours != theirs:
+            break
+        length += 1
+    return length

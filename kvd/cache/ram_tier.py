@@ -1,9 +1,9 @@
 """Which block is in which slot of the RAM tier. Owner: the engine thread, through `CacheManager`.
 
 A slot is free, held or idle. It is held while a step plan, the slow tier or a request that waits for it depends on its
-content, and by a request that was swapped out; held slots are never given to anybody else. Idle slots hold blocks that
-may be wanted again; the one that was wanted longest ago gives way. The number of slots is fixed, so the tier never takes
-more memory than it was given.
+content, and by a request that was swapped out; held slots are never given to anybody else. Idle slots hold blocks
+that may be wanted again; the one that was wanted longest ago gives way. The number of slots is fixed, so the tier never
+takes more memory than it was given.
 
 A slot is `ready` from the moment at which the save that fills it is planned: plans are run in order, so whoever plans a
 restore later reads what was saved. One that the slow tier fills is ready when it says so.

@@ -59,12 +59,14 @@ def size_pool(
     requested_max_len: int | None,
     num_blocks_override: int | None,
     memory_setting: str,
+    forgets_tokens: bool = False,
 ) -> PoolSize:
     """Settle the number of blocks and the served context length.
 
     `kv_bytes` is the memory there is; `memory_setting` names the setting that would enlarge it, for messages.
-    Raises NotEnoughMemory with the largest length that fits, when an explicit length does not (unless the
-    number of blocks was given explicitly: then it starts, with a warning), and when not even a short context does.
+    Raises NotEnoughMemory with the largest length that fits, when an explicit length does not (unless the number of
+    blocks was given explicitly, or requests forget tokens by default: then it starts, with a warning), and when
+    not even a short context does.
     """
     block_bytes = kv_format.block_bytes
     num_blocks = num_blocks_override if num_blocks_override is not None else kv_bytes // block_bytes
@@ -84,10 +86,11 @@ def size_pool(
             reason = f"num_gpu_blocks_override gives the KV cache {num_blocks} blocks of {BLOCK_SIZE} tokens"
         warning = f"max_model_len is {fits} instead of the model's {model_max_len}: {reason}"
         return PoolSize(num_blocks, num_blocks * block_bytes, fits, warning)
-    if num_blocks_override is not None:
+    if num_blocks_override is not None or forgets_tokens:
+        end = "forget tokens (kv_eviction)" if forgets_tokens else "end with finish_reason length"
         warning = (
             f"max_model_len {wanted} is longer than the pool of {num_blocks} blocks ({fits} tokens): "
-            f"requests that outgrow it end with finish_reason length"
+            f"requests that outgrow it {end}"
         )
         return PoolSize(num_blocks, num_blocks * block_bytes, wanted, warning)
     raise NotEnoughMemory(

@@ -35,9 +35,7 @@ class SlowTier(Protocol):
         """(key, 16 token ids) of some blocks that continue a chain; a bounded number."""
         ...
 
-    def store(
-        self, group_id: int, slot: int, key: bytes, parent_key: bytes, token_ids: tuple[int, ...]
-    ) -> None: ...
+    def store(self, group_id: int, slot: int, key: bytes, parent_key: bytes, token_ids: tuple[int, ...]) -> None: ...
 
     def load(self, group_id: int, slot: int, key: bytes) -> None: ...
 
@@ -45,6 +43,11 @@ class SlowTier(Protocol):
 
     def reset(self) -> int:
         """Forget every block; returns how many there were."""
+        ...
+
+    @property
+    def read_bytes_per_second(self) -> float | None:
+        """Measured rate of loads; None while nothing was read."""
         ...
 
 
@@ -68,3 +71,7 @@ class NoSlowTier:
 
     def reset(self) -> int:
         return 0
+
+    @property
+    def read_bytes_per_second(self) -> float | None:
+        return None

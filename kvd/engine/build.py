@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import __version__
+from kvd.cache.eviction import POLICIES
 from kvd.cache.manager import CacheManager
 from kvd.cache.sizing import GIB, PoolSize, activation_bytes, rope_bytes, size_pool
 from kvd.cache.store import allocate_cache
@@ -19,8 +20,10 @@ from kvd.config import Config
 from kvd.core import BLOCK_SIZE, EngineInfo, MemoryBudget
 from kvd.engine import host_memory, profiling
 from kvd.engine.backend import open_ops
+from kvd.engine.build_tiers import TierSizes, open_tiers, size_tiers
 from kvd.engine.engine import Engine
 from kvd.engine.runner import Runner, RunnerObserver
+from kvd.engine.sessions import Sessions
 from kvd.errors import NotEnoughMemory
 from kvd.model.decoder import Decoder
 from kvd.model.files import ModelFiles
@@ -28,7 +31,7 @@ from kvd.model.loading import load_weights
 from kvd.model.progress import Progress
 from kvd.model.spec import ModelSpec
 from kvd.model.weights import ModelWeights
-from kvd.scheduler.scheduler import Scheduler, SchedulerConfig
+from kvd.scheduler.scheduler import Rates, Scheduler, SchedulerConfig
 from kvd_kernels.kv_format import KVFormat
 from kvd_kernels.ops import Ops
 from kvd_kernels.weights import stored_bytes
@@ -54,10 +57,11 @@ def build_engine(
     progress: Progress,
     log: Callable[[str, str], None],
     observer: RunnerObserver | None = None,
+    rates: Rates | None = None,
 ) -> Engine:
     """Load and wire everything; the engine still has to be started.
 
-    log: receives (level, message). Raises StartupError and its children.
+    log: receives (level, message). rates: to be used in place of measured ones. Raises StartupError and its children.
     """
     limits = _Limits(
         AUTO_MAX_BATCHED_TOKENS if config.max_num_batched_tokens is None else config.max_num_batched_tokens,
@@ -66,9 +70,10 @@ def build_engine(
     limits = _Limits(max(limits.max_tokens, limits.max_seqs), limits.max_seqs)
     ops = open_ops(config.backend, config.cpu_threads, log)
     kv_format = spec.kv_format(config.kv_cache_dtype)
+    tier_sizes = size_tiers(config, kv_format)
     weights = load_weights(files, spec, progress=progress)
     weight_bytes = prepared_weight_bytes(ops, weights)
-    pool, total_bytes, step_bytes = _budget(config, spec, kv_format, ops, limits, weight_bytes)
+    pool, total_bytes, step_bytes = _budget(config, spec, kv_format, ops, limits, weight_bytes, tier_sizes)
     if pool.warning:
         log("warning", pool.warning)
 
@@ -80,10 +85,12 @@ def build_engine(
     del weights
     cache = allocate_cache(kv_format, pool.num_blocks, ops.device)
     generator = random.Random(config.seed)
+    engines: list[Engine] = []  # the one that is made below, for the disk tier's threads to wake
+    tiers = open_tiers(config, kv_format, tier_sizes, ops.device, wake=lambda: wake_all(engines), log=log)
     runner = Runner(
         decoder, cache,
         max_blocks_per_request=-(-pool.max_model_len // BLOCK_SIZE),
-        draw_seed=lambda: generator.getrandbits(63), observer=observer,
+        draw_seed=lambda: generator.getrandbits(63), arena=tiers.arena, observer=observer,
     )  # fmt: skip
     plan = profiling.largest_step(
         max_tokens=limits.max_tokens, max_seqs=limits.max_seqs, max_model_len=pool.max_model_len,
@@ -126,6 +133,11 @@ def build_engine(
         windows=tuple(group.window for group in kv_format.groups),
         enable_prefix_caching=config.enable_prefix_caching,
         key_seed=key_seed.encode(),
+        make_policy=POLICIES[config.cache_eviction],
+        max_cached_blocks=None if config.max_cached_tokens is None else config.max_cached_tokens // BLOCK_SIZE,
+        num_ram_slots=tiers.num_slots,
+        slow_tier=tiers.disk,
+        block_bytes=[group.block_bytes for group in kv_format.groups],
     )
     scheduler = Scheduler(
         SchedulerConfig(
@@ -134,11 +146,25 @@ def build_engine(
             max_model_len=pool.max_model_len,
             max_waiting=config.max_waiting,
             queue_timeout_seconds=config.queue_timeout,
+            target_gap_seconds=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
+            is_auto_num_seqs=config.max_num_seqs is None,
+            default_budget_tokens=config.kv_eviction_tokens,
+            tool_turn_seconds=config.keep_tool_turns,
         ),
         manager,
         time.monotonic,
+        rates,
     )
-    return Engine(info, scheduler, runner, log=log)
+    sessions = Sessions(config.home_path / "sessions", manager, cache)
+    engine = Engine(info, scheduler, runner, log=log, sessions=sessions, disk=tiers.disk)
+    engines.append(engine)
+    return engine
+
+
+def wake_all(engines: list[Engine]) -> None:
+    """What the disk tier's threads call."""
+    for engine in engines:
+        engine.wake()
 
 
 def prepared_weight_bytes(ops: Ops, weights: ModelWeights) -> int:
@@ -155,10 +181,22 @@ def prepared_weight_bytes(ops: Ops, weights: ModelWeights) -> int:
 
 
 def _budget(
-    config: Config, spec: ModelSpec, kv_format: KVFormat, ops: Ops, limits: _Limits, weight_bytes: int
+    config: Config,
+    spec: ModelSpec,
+    kv_format: KVFormat,
+    ops: Ops,
+    limits: _Limits,
+    weight_bytes: int,
+    tier_sizes: TierSizes,
 ) -> tuple[PoolSize, int, int]:
     """(pool, memory there is in bytes, bytes of step buffers and rope tables)."""
     total = host_memory.available_bytes()
+    if tier_sizes.num_bytes > total - weight_bytes:
+        raise NotEnoughMemory(
+            f"swap_space takes {tier_sizes.num_bytes / GIB:.2f} GiB, but beside the weights only "
+            f"{max(0, total - weight_bytes) / GIB:.2f} GiB of memory are free"
+        )
+    total -= tier_sizes.num_bytes
     wanted_len = config.max_model_len if config.max_model_len is not None else spec.max_positions
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
         raise NotEnoughMemory(
@@ -189,7 +227,7 @@ def _budget(
     pool = size_pool(
         kv_format=kv_format, kv_bytes=kv_bytes, model_max_len=spec.max_positions,
         requested_max_len=config.max_model_len, num_blocks_override=config.num_gpu_blocks_override,
-        memory_setting=setting,
+        memory_setting=setting, forgets_tokens=config.kv_eviction != "none",
     )  # fmt: skip
     if pool.kv_bytes > left:
         raise NotEnoughMemory(

@@ -17,11 +17,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from kvd.core import EngineInfo, FinishReason, Request, RequestView, Snapshot, StepPlan, TokenEvent
+from kvd.core import (
+    EngineInfo,
+    FinishReason,
+    PrefixView,
+    Request,
+    RequestView,
+    SessionInfo,
+    Snapshot,
+    StepPlan,
+    TokenEvent,
+)
+from kvd.engine.disk_link import DiskLink
 from kvd.engine.runner import Runner
+from kvd.engine.sessions import Sessions
 from kvd.engine.statistics import Statistics
 from kvd.engine.streams import TokenStream
-from kvd.errors import EngineFailure, ServerOverloaded
+from kvd.errors import EngineFailure, ServerOverloaded, SessionError
 from kvd.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -35,7 +47,7 @@ IDLE_POLL_SECONDS = 0.02
 class Engine:
     """Runs requests; implements `core.SnapshotSource` and `core.Control`.
 
-    log: receives (level, message) lines, from either thread.
+    log: receives (level, message) lines, from either thread. disk: the tier that is closed when the engine thread ends.
     """
 
     def __init__(
@@ -45,9 +57,13 @@ class Engine:
         runner: Runner,
         *,
         log: Callable[[str, str], None],
+        sessions: Sessions | None = None,
+        disk: DiskLink | None = None,
         wedged_after_seconds: float = WEDGED_AFTER_SECONDS,
     ) -> None:
         self.info = info
+        self._sessions = sessions
+        self._disk = disk
         self._scheduler = scheduler
         self._runner = runner
         self._log = log
@@ -69,7 +85,7 @@ class Engine:
 
     def _step(self) -> None:
         self._finish(self._scheduler.expire())
-        plan = self._scheduler.plan() if self._scheduler.has_work else None
+        plan = self._scheduler.plan() if self._has_work else None
         if plan is None:
             self._take_commands(IDLE_POLL_SECONDS)  # blocked: only a command or time can help
             return
@@ -86,8 +102,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands(0 if self._scheduler.has_work else None)
-                if self._scheduler.has_work and not self._is_stopping:
+                self._take_commands(0 if self._has_work else None)
+                if self._has_work and not self._is_stopping:
                     self._step()
                 self._publish()
         except BaseException as error:  # a fault of ours: everybody who waits must hear of it
@@ -96,7 +112,14 @@ class Engine:
             self._log("error", f"the engine stopped: {self._failure}")
             self._log("debug", traceback.format_exc())
         finally:
+            if self._disk is not None:
+                self._disk.close()
             self._call_loop(self._close)
+
+    @property
+    def _has_work(self) -> bool:
+        """Requests to run, or blocks to write through when the last of them has ended."""
+        return self._scheduler.has_work or self._scheduler.has_moves
 
     def _take_commands(self, timeout: float | None) -> None:
         """Run all commands that have come; wait for the first up to `timeout` seconds (None: until it comes)."""
@@ -152,7 +175,7 @@ class Engine:
 
     def _publish(self) -> None:
         now = time.monotonic()
-        if now - self._last_published >= PUBLISH_INTERVAL_SECONDS or not self._scheduler.has_work:
+        if now - self._last_published >= PUBLISH_INTERVAL_SECONDS or not self._has_work:
             self._last_published = now
             self._snapshot = self._take_snapshot()
 
@@ -169,6 +192,11 @@ class Engine:
             num_blocks_active=cache.num_blocks_active,
             num_blocks_cached=cache.num_blocks_cached,
             num_blocks_free=cache.num_blocks_free,
+            num_blocks_pinned=cache.chains.num_pinned_blocks,
+            num_ram_blocks=cache.tiers.ram.num_slots[0],
+            num_ram_blocks_used=cache.tiers.ram.num_used(0),
+            running_limit=self._scheduler.running_limit,
+            step_budget=self._scheduler.step_budget,
             counters=self._scheduler.counters(),
             last_step=self._scheduler.last_step,
             histograms=self._statistics.freeze(),
@@ -207,6 +235,10 @@ class Engine:
         self._inbox.put(self._stop_thread)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
+
+    def wake(self) -> None:
+        """Have the engine thread look around, should it be asleep. Any thread."""
+        self._inbox.put(lambda: None)
 
     def _stop_thread(self) -> None:
         self._is_stopping = True
@@ -270,8 +302,44 @@ class Engine:
         return await self._ask(lambda: self._abort(request_id, "abort"))
 
     async def reset_cache(self) -> int:
-        """Drop every cached block that no request uses; returns how many were dropped."""
+        """Drop every cached block that no request uses, in all tiers; returns how many were in the pool."""
         return await self._ask(self._scheduler.reset_cache)
+
+    async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """The chains in the pool that were found most often, the pinned ones first."""
+        return await self._ask(lambda: self._scheduler.cache.chains.prefixes(limit))
+
+    async def pin(self, chain: str) -> int:
+        """Keep a chain for good; how many blocks, 0 if it is not in the pool or would leave too little room."""
+        return await self._ask(lambda: self._scheduler.pin(chain))
+
+    async def unpin(self, chain: str) -> bool:
+        """Let a pinned chain be evicted again; False if it was not pinned."""
+        return await self._ask(lambda: self._scheduler.unpin(chain))
+
+    async def keep_turn(self, request_id: str) -> int:
+        """A turn ended in a tool call: keep its blocks for `tool_turn_seconds`; how many are kept."""
+        return await self._ask(lambda: self._scheduler.keep_turn(request_id))
+
+    async def save_session(self, name: str, chain: str) -> SessionInfo:
+        """Write a chain to the session file of that name. Raises SessionError."""
+        sessions = self._known_sessions()
+        return await asyncio.to_thread(
+            sessions.save, name, lambda: self._scheduler.find_chain(chain), self._ask_from_worker
+        )
+
+    async def restore_session(self, name: str) -> SessionInfo:
+        """Read a session file into the KV pool. Raises SessionError."""
+        return await asyncio.to_thread(self._known_sessions().restore, name, self._ask_from_worker)
+
+    def _known_sessions(self) -> Sessions:
+        if self._sessions is None:
+            raise SessionError("this server keeps no sessions")
+        return self._sessions
+
+    def _ask_from_worker(self, question: Callable[[], T]) -> T:
+        """`_ask` for a worker thread, which waits."""
+        return asyncio.run_coroutine_threadsafe(self._ask(question), self._loop).result()
 
     async def _ask(self, question: Callable[[], T]) -> T:
         """Have the engine thread answer between two steps. Who asks may give up; the question is acted on anyway."""

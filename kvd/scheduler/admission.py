@@ -27,6 +27,8 @@ def expected_growth_blocks(state: RequestState, config: SchedulerConfig) -> int:
     growth = max(int(config.expected_growth_factor * state.num_output), config.min_expected_growth_tokens)
     # The last token a request may have is sampled and never computed.
     growth = min(growth, state.max_total - 1 - num_tokens)
+    if state.forgetting is not None:  # its tables never grow beyond its budget
+        growth = min(growth, state.forgetting.budget_blocks * BLOCK_SIZE - num_tokens)
     return max(0, blocks_for(num_tokens + growth) - blocks_for(num_tokens))
 
 
@@ -53,7 +55,7 @@ def check_length(request: Request, max_model_len: int, capacity_tokens: int) -> 
             num_prompt_tokens=num_prompt,
             limit_tokens=max_model_len,
         )
-    if num_prompt + 1 > capacity_tokens:
+    if num_prompt + 1 > capacity_tokens and request.kv_eviction == "none":
         raise ContextLengthExceeded(
             f"This server's KV cache has {capacity_tokens // BLOCK_SIZE} blocks of {BLOCK_SIZE} tokens, so its "
             f"maximum context length is {capacity_tokens} tokens, and the prompt has {num_prompt}; "

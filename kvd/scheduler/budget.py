@@ -5,6 +5,7 @@ Owner: the `Scheduler.plan` call that made it.
 
 from __future__ import annotations
 
+from kvd.cache.manager import PhysicalBlock
 from kvd.core import PlanItem, Request
 from kvd.scheduler.request_state import RequestState
 
@@ -13,16 +14,28 @@ UNKNOWN_TOKEN = -1
 
 
 class Budget:
-    """One token budget for decodes, running prefills and admissions, in that order of asking.
+    """One token budget for decodes, running prefills and admissions, in that order of asking, and one for restores.
 
     `admissions_open` is closed when a running request lacked blocks in this pass: a newcomer would take
     them away again.
     """
 
-    __slots__ = ("admissions_open", "items", "new_requests", "states", "tokens_left")
+    __slots__ = (
+        "admissions_open",
+        "items",
+        "new_requests",
+        "restored",
+        "restores_left",
+        "retired",
+        "states",
+        "tokens_left",
+    )
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, num_restores: int) -> None:
         self.tokens_left = num_tokens
+        self.restores_left = num_restores  # blocks
+        self.restored: list[tuple[RequestState, int]] = []  # (request, tokens in place)
+        self.retired: list[PhysicalBlock] = []  # given up, and not to be reused before this plan has been run
         self.admissions_open = True
         self.items: list[PlanItem] = []
         self.states: list[RequestState] = []  # parallel to items
@@ -31,11 +44,10 @@ class Budget:
     def close_admissions(self) -> None:
         self.admissions_open = False
 
-    def grant(self, state: RequestState) -> None:
-        """As many of the request's next tokens as the budget has. The caller knows that it has blocks for them."""
+    def grant(self, state: RequestState, num_tokens: int) -> None:
+        """The request's next tokens. The caller knows that it has blocks for them."""
         start = state.num_planned
-        num_tokens = min(state.num_to_plan, self.tokens_left)
-        assert num_tokens > 0, f"{state.request.request_id}: nothing to grant"
+        assert 0 < num_tokens <= state.num_to_plan, f"{state.request.request_id}: {num_tokens} tokens to grant"
         assert state.slot is not None
         end = start + num_tokens
         samples = end == len(state.token_ids) + state.num_pending
@@ -55,6 +67,7 @@ class Budget:
                 first_positions,
                 samples,
                 is_unknown,
+                state.forgetting is not None and state.forgetting.wants_mass,
             )
         )
         self.states.append(state)

@@ -18,6 +18,11 @@ class SchedulerConfig:
     queue_timeout_seconds      how long a request may wait to be scheduled for the first time; None: for ever
     expected_growth_factor     tokens a request is expected to generate per token generated (see `admission`)
     min_expected_growth_tokens what it is expected to generate at least; with both at 0 admission hopes for the best
+    target_gap_seconds         gap between two tokens of a stream that others' prompts should not exceed; None: any
+    is_auto_num_seqs           `max_num_seqs` is a ceiling, and experience says how many requests run at the same time
+    max_overtaken              admissions of later arrivals that may pass a waiting request (see `waiting`)
+    default_budget_tokens      what a request with `kv_eviction` and no budget of its own may hold; None: the pool
+    tool_turn_seconds          how long the blocks of a turn that ended in a tool call are kept
     """
 
     max_num_seqs: int
@@ -27,6 +32,11 @@ class SchedulerConfig:
     queue_timeout_seconds: float | None = None
     expected_growth_factor: float = 1.0
     min_expected_growth_tokens: int = 64
+    target_gap_seconds: float | None = None
+    is_auto_num_seqs: bool = False
+    max_overtaken: int = 64
+    default_budget_tokens: int | None = None
+    tool_turn_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -102,16 +102,3 @@ def choose_victim_by_cost(
             candidates.clear()
         candidates.append(state)
     return min(candidates, key=lambda state: (cost(state), -state.arrival_number), default=None)
-
-
-def choose_victim(running: Iterable[RequestState], asking: RequestState, oldest: RequestState) -> RequestState | None:
-    """The rule without costs: the last in order of service of those that sampled a token since their preemption."""
-    victim = None
-    for state in running:
-        if state is oldest or not state.has_progressed:
-            continue
-        if asking is not oldest and state.key < asking.key:
-            continue
-        if victim is None or state.key > victim.key:
-            victim = state
-    return victim

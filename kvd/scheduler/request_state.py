@@ -15,32 +15,43 @@ from __future__ import annotations
 from kvd import core
 from kvd.cache.manager import SequenceBlocks
 from kvd.core import FinishReason, Logprobs, Request, RequestTiming, RequestView, TokenEvent
+from kvd.scheduler.dropping import DropSchedule
+from kvd.scheduler.preemption import quantum
 
 
 class RequestState:
     """Everything that changes about a request between its arrival and its end.
 
-    key            (priority, arrival number): the order of service, smaller first
+    key            (priority, arrival number): the order in which running requests are asked
     max_total      at so many tokens, prompt included, the request ends with "length"
     prefill_target tokens that were known at the latest admission; what lies before it counts as prefill
     num_seen       tokens that have been computed at some time; computing them again is recomputation
-    has_progressed a token was sampled since the latest preemption, or there was none: may be preempted
     must_release   ended or preempted while steps that name it are in flight: blocks and slot go when they are
                    committed
+    forgetting     which blocks it forgets, under `kv_eviction`; None: none
+    output_at_preemption  output tokens it had when it was preempted last
     """
 
     __slots__ = (
-        "arrival_number", "blocks", "first_scheduled", "first_token", "has_ended", "has_progressed", "key",
+        "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "key",
         "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_in_flight",
-        "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "prefill_target", "request",
-        "slot", "token_ids",
+        "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "output_at_preemption",
+        "prefill_target", "request", "slot", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, request: Request, arrival_number: int, blocks: SequenceBlocks, max_total_limit: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        arrival_number: int,
+        blocks: SequenceBlocks,
+        max_total_limit: int,
+        forgetting: DropSchedule | None = None,
+    ) -> None:
         self.request = request
         self.arrival_number = arrival_number
         self.key = (request.priority, arrival_number)
         self.blocks = blocks
+        self.forgetting = forgetting
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
         self.max_total = min(self.num_prompt + request.sampling.max_tokens, max_total_limit)
@@ -53,7 +64,7 @@ class RequestState:
         self.num_seen = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.has_progressed = True
+        self.output_at_preemption = 0
         self.has_ended = False
         self.must_release = False
         self.first_scheduled: float | None = None
@@ -85,9 +96,28 @@ class RequestState:
         return self.num_planned >= self.prefill_target and self.num_to_plan > 0 and self.is_running
 
     @property
+    def may_be_preempted(self) -> bool:
+        """It has got somewhere since the last time (see `preemption.quantum`), or there was none."""
+        return self.num_output - self.output_at_preemption >= quantum(self.num_preemptions)
+
+    @property
+    def num_promised(self) -> int:
+        """Tokens beyond the known ones for which it gets blocks at admission, so that it can get that far."""
+        missing = quantum(self.num_preemptions) - (self.num_output - self.output_at_preemption)
+        return max(0, min(missing, self.max_total - 1 - len(self.token_ids)))
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        return 0 if self.forgetting is None else self.forgetting.num_dropped_tokens
+
+    @property
     def stage(self) -> core.RequestState:
         if not self.is_running:
+            if self.blocks.swapped is not None:
+                return "swapped"
             return "waiting" if self.first_scheduled is None else "preempted"
+        if self.blocks.restore is not None:
+            return "restoring"
         return "prefill" if self.num_computed < self.prefill_target else "decode"
 
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
@@ -114,6 +144,7 @@ class RequestState:
             finish_reason,
             error,
             self.timing() if finish_reason is not None else None,
+            self.num_dropped_tokens,
         )
 
     def timing(self) -> RequestTiming:

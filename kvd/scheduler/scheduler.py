@@ -3,28 +3,15 @@
 Owner: the engine thread; `check` alone may be called from any thread.
 
 A step is planned (`plan`), run by somebody else, and committed (`commit`), in this order for each step. One step may be
-planned before the previous one is committed. While a plan is in flight, everything that it names stays as
-it was: a request that ends or is preempted meanwhile keeps its blocks and its slot until the last plan that names
-it is committed. So whoever runs plans never sees a block or a slot change hands under it.
-
-Every running request asks one token budget per step for the tokens it lacks: first those that lack just
-the newest token, then those that are still catching up, then the waiting ones. Within each, and in the queue, the
-order is priority, then arrival; nobody is overtaken from behind by a request that happens to be smaller, so waiting is
-bounded by the work of those ahead. How requests are admitted and preempted: `admission`, `preemption`.
-
-Invariant: every request that was added and has not ended is either in `_waiting` or in `_running`, both in order
-of service; a slot belongs to each running request and to each that still has to be released.
+planned before the previous one is committed. Who may run and who holds what is in `roster`; how a step is made up in
+`planning`; the order of those that wait in `waiting`; who gives way in `preemption`; what is forgotten in `dropping`.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterable
 
-from kvd.cache.manager import CacheManager, PhysicalBlock
+from kvd.cache.manager import CacheManager
 from kvd.core import (
     BLOCK_SIZE,
     Counters,
@@ -38,58 +25,42 @@ from kvd.core import (
     StepResult,
     TokenEvent,
 )
-from kvd.errors import ServerOverloaded
-from kvd.scheduler.admission import check_length, spare_blocks
+from kvd.errors import RequestError, ServerOverloaded
+from kvd.scheduler.admission import check_length
 from kvd.scheduler.alarms import Alarms
-from kvd.scheduler.budget import Budget
+from kvd.scheduler.concurrency import ConcurrencyLimit
 from kvd.scheduler.config import SchedulerConfig
-from kvd.scheduler.preemption import choose_victim, oldest_of
+from kvd.scheduler.dropping import MIN_BUDGET_BLOCKS, DropSchedule
+from kvd.scheduler.planning import Planner
+from kvd.scheduler.rates import Rates
 from kvd.scheduler.request_state import RequestState
+from kvd.scheduler.roster import Flight, Roster
 from kvd.scheduler.tally import Tally
 
-__all__ = ["Scheduler", "SchedulerConfig"]
+__all__ = ["Rates", "Scheduler", "SchedulerConfig"]
 
 MAX_IN_FLIGHT = 2
 """A step that runs, and one planned behind it."""
 
-
-@dataclass(slots=True)
-class _Flight:
-    """A plan that is not committed yet. `states` are parallel to its items."""
-
-    plan: StepPlan
-    states: list[RequestState]
-    replaced_blocks: list[PhysicalBlock] = field(default_factory=list)  # read by this plan, released after it
-
-
 NOT_FINITE = "the model computed logits that are not finite"
 
 
-def _order_of_service(state: RequestState) -> tuple[int, int]:
-    return state.key
-
-
 class Scheduler:
-    """See the module's docstring. `clock` gives `time.monotonic()` seconds."""
+    """See the module's docstring. `clock` gives `time.monotonic()` seconds; `rates` are learned while running."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheManager, clock: Callable[[], float], rates: Rates | None = None
+    ) -> None:
         self.config = config
         self.cache = cache
+        self.rates = Rates() if rates is None else rates
         self._clock = clock
-        # The last token of a request is sampled but never stored, hence one more than the cache holds.
-        self._max_total = min(config.max_model_len, cache.capacity_tokens + 1)
-        self._states: dict[str, RequestState] = {}
-        self._waiting: list[RequestState] = []
-        self._running: list[RequestState] = []
-        self._free_slots = list(range(config.max_num_seqs))  # a heap
-        self._in_flight: deque[_Flight] = deque()
-        self._ended_request_ids: list[str] = []  # not yet told to the runner
+        self._tally = Tally()
+        self._roster = Roster(config, cache, self._tally)
+        self._concurrency = ConcurrencyLimit(config.max_num_seqs, is_auto=config.is_auto_num_seqs)
+        self._planner = Planner(config, cache, self._roster, self.rates, self._concurrency, self._tally, clock)
         self._alarms = Alarms()
         self._num_added = 0
-        self._num_planned_steps = 0
-        self._num_releasing = 0  # requests with `must_release`
-        self._refused: tuple[RequestState, int] | None = None  # see `_admit`
-        self._tally = Tally()
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -100,9 +71,15 @@ class Scheduler:
         Raises RequestError (no prompt), ContextLengthExceeded or ServerOverloaded. Any thread.
         """
         check_length(request, self.config.max_model_len, self.cache.capacity_tokens)
+        if request.kv_eviction != "none" and self._budget_blocks(request) < MIN_BUDGET_BLOCKS:
+            raise RequestError(
+                f"kv_eviction needs room for {MIN_BUDGET_BLOCKS * BLOCK_SIZE} tokens at least; the request may hold "
+                f"{self._budget_blocks(request) * BLOCK_SIZE}",
+                param="kv_budget_tokens",
+            )
         limit = self.config.max_num_seqs + self.config.max_waiting
         if num_present is None:
-            num_present = len(self._states)
+            num_present = len(self._roster.states)
         if num_present >= limit:
             raise ServerOverloaded(
                 f"The server is busy with {num_present} requests, of which {self.config.max_num_seqs} may run at "
@@ -112,17 +89,31 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises like `check`; the id must be new among the requests that have not ended."""
         self.check(request)
-        assert request.request_id not in self._states, f"request {request.request_id} is already here"
+        assert request.request_id not in self._roster.states, f"request {request.request_id} is already here"
         assert request.sampling.max_tokens > 0, "max_tokens is validated before"
         self._num_added += 1
-        state = RequestState(request, self._num_added, self.cache.open(request.cache_salt), self._max_total)
-        self._states[request.request_id] = state
-        insort(self._waiting, state, key=_order_of_service)
+        state = self._open(request)
+        self._roster.add(state)
         if request.deadline is not None:
             self._alarms.set(request.deadline, self._num_added, request.request_id, only_in_queue=False)
         if self.config.queue_timeout_seconds is not None:
             time = request.arrival_time + self.config.queue_timeout_seconds
             self._alarms.set(time, self._num_added, request.request_id, only_in_queue=True)
+
+    def _open(self, request: Request) -> RequestState:
+        blocks = self.cache.open(request.cache_salt)
+        capacity = self.cache.capacity_tokens
+        if request.kv_eviction == "none":
+            # The last token of a request is sampled but never stored, hence one more than the cache holds.
+            return RequestState(request, self._num_added, blocks, min(self.config.max_model_len, capacity + 1))
+        forgetting = DropSchedule(request.kv_eviction, self._budget_blocks(request))
+        return RequestState(request, self._num_added, blocks, self.config.max_model_len, forgetting)
+
+    def _budget_blocks(self, request: Request) -> int:
+        """Blocks that a request with `kv_eviction` may hold."""
+        capacity = self.cache.capacity_tokens
+        budget = request.kv_budget_tokens or self.config.default_budget_tokens or capacity
+        return min(budget, capacity) // BLOCK_SIZE
 
     def abort(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a request at whatever stage; None if there is none of that id (any more).
@@ -130,8 +121,8 @@ class Scheduler:
         What it holds is free at once, or as soon as the steps in flight that name it are committed; their
         samples for it are discarded.
         """
-        state = self._states.get(request_id)
-        return None if state is None else self._end(state, None, reason)
+        state = self._roster.states.get(request_id)
+        return None if state is None else self._roster.end(state, None, reason)
 
     def expire(self) -> list[TokenEvent]:
         """End the requests whose deadline or queue timeout has passed. To be called before every `plan`."""
@@ -140,251 +131,226 @@ class Scheduler:
             return events
         now = self._clock()
         for arrival_number, request_id, only_in_queue in self._alarms.due(now):
-            state = self._states.get(request_id)
+            state = self._roster.states.get(request_id)
             if state is None or state.arrival_number != arrival_number:
                 continue
             if only_in_queue and state.first_scheduled is not None:
                 continue
             where = "in the queue" if state.first_scheduled is None else "in all"
             error = f"timed out after {now - state.request.arrival_time:.1f} s {where}"
-            events.append(self._end(state, None, "timeout", error=error))
+            events.append(self._roster.end(state, None, "timeout", error=error))
         return events
 
     def fail_all(self, message: str) -> list[TokenEvent]:
         """End every request with an error; plans in flight are void and must not be committed."""
-        events = [self._end(state, None, "error", error=message) for state in list(self._states.values())]
-        while self._in_flight:
-            flight = self._in_flight.popleft()
-            for state in flight.states:
-                state.num_in_flight -= 1
-                if state.must_release and not state.num_in_flight:
-                    self._release(state)
+        roster = self._roster
+        events = [roster.end(state, None, "error", error=message) for state in list(roster.states.values())]
+        while roster.in_flight:
+            flight = roster.in_flight.popleft()
+            self.cache.tiers.void(flight.plan)
+            for state in (*flight.states, *[state for state, _ in flight.restored]):
+                roster.land(state)
+                roster.release_if_due(state)
             self.cache.release(flight.replaced_blocks)
         return events
 
+    # ------------------------------------------------------------------ what operators ask for
+
     def reset_cache(self) -> int:
-        """Drop all cached blocks that nobody uses; returns how many."""
+        """Drop all cached blocks that nobody uses, in every tier; returns how many were in the pool."""
         return self.cache.reset()
 
-    # ------------------------------------------------------------------ planning
+    def find_chain(self, chain: str) -> bytes | None:
+        """The key of a chain that a `prefix_id` names, or a request that runs or ended lately; None: there is none.
+
+        Of a request it is as much as the pool has.
+        """
+        state = self._roster.states.get(chain)
+        if state is not None:
+            return self.cache.chains.longest_known(state.blocks.chain.keys)
+        for known_id, keys in reversed(self._roster.recent_chains):
+            if known_id == chain:
+                return self.cache.chains.longest_known(keys)
+        try:
+            key = bytes.fromhex(chain)
+        except ValueError:
+            return None
+        return key if self.cache.chains.chain_of(key) else None
+
+    def pin(self, chain: str) -> int:
+        """Keep a chain of cached blocks for good; how many blocks, 0 if it is not there or would leave too little room.
+
+        Every request that is here was accepted because it fits the pool when it is alone: it must go on to do so.
+        """
+        key = self.find_chain(chain)
+        if key is None:
+            return 0
+        num_pinned = self.cache.chains.pin(key)
+        longest = max([state.max_total for state in self._roster.states.values() if not state.forgetting], default=0)
+        if num_pinned and self.cache.capacity_tokens < max(longest - 1, self.cache.num_blocks * BLOCK_SIZE // 2):
+            self.cache.chains.unpin(key)
+            return 0
+        return num_pinned
+
+    def unpin(self, chain: str) -> bool:
+        """Let a pinned chain be evicted again; False if it was not pinned."""
+        key = self.find_chain(chain)
+        return key is not None and self.cache.chains.unpin(key)
+
+    def keep_turn(self, request_id: str) -> int:
+        """A request that ended lately ended in a tool call, so its next turn is near: keep its blocks for a time.
+
+        Returns how many blocks are kept.
+        """
+        for known_id, keys in reversed(self._roster.recent_chains):
+            if known_id == request_id:
+                return self.cache.chains.keep(keys, self._clock() + self.config.tool_turn_seconds)
+        return 0
+
+    # ------------------------------------------------------------------ planning and committing
 
     def plan(self) -> StepPlan | None:
-        """The next step; None if nothing can be computed before the step in flight is committed, or at all."""
-        assert len(self._in_flight) < MAX_IN_FLIGHT, "plan() runs too far ahead of commit()"
-        budget = Budget(self.config.max_num_batched_tokens)
-        order = self._oldest_first()
-        self._grant_decodes(order, budget)
-        self._grant_prefills(order, budget)
-        self._admit(budget)
-        if not budget.items:
-            # With nothing in flight, nobody would ever wake those who wait.
-            assert self._in_flight or not self._states, "requests wait, and nothing can run"
-            return None
-        self._num_planned_steps += 1
-        plan = StepPlan(
-            self._num_planned_steps,
-            tuple(budget.items),
-            tuple(budget.new_requests),
-            tuple(self._ended_request_ids),
-        )
-        self._ended_request_ids.clear()
-        self._in_flight.append(_Flight(plan, budget.states))
+        """The next step; None if nothing can be done before the step in flight is committed, or at all."""
+        assert len(self._roster.in_flight) < MAX_IN_FLIGHT, "plan() runs too far ahead of commit()"
+        plan = self._planner.plan()
+        # With nothing in flight or under way, nobody would ever wake those who wait.
+        assert plan or self._roster.in_flight or not self._roster.states or self.cache.tiers.is_busy, "nothing can run"
         return plan
-
-    def _oldest_first(self) -> list[RequestState]:
-        """The running requests in order of service, but for the oldest."""
-        if not self._running:
-            return []
-        oldest = oldest_of(self._running)
-        return [oldest, *[state for state in self._running if state is not oldest]]
-
-    def _grant_decodes(self, order: list[RequestState], budget: Budget) -> None:
-        """One token for every request that has caught up. The oldest asks first: it may take anybody's blocks."""
-        for state in order:
-            if state.can_decode and self._find_room(state, order[0], budget):
-                budget.grant(state)
-
-    def _grant_prefills(self, order: list[RequestState], budget: Budget) -> None:
-        """What is left for those that are catching up; the decodes may have preempted some of them."""
-        for state in order:
-            if not budget.tokens_left:
-                return
-            if state.is_prefilling and state.is_running:
-                budget.grant(state)
-
-    def _find_room(self, state: RequestState, oldest: RequestState, budget: Budget) -> bool:
-        """Make the table of `state` cover its next token, at the cost of others if need be."""
-        while not self.cache.append(state.blocks, state.num_planned + 1):
-            budget.close_admissions()
-            if self._num_releasing or any(flight.replaced_blocks for flight in self._in_flight):
-                return False  # blocks are on their way: they are here when the step in flight is committed
-            victim = choose_victim(self._running, state, oldest)
-            if victim is None:
-                return False
-            self._preempt(victim)
-            if victim is state:
-                return False
-        return True
-
-    def _preempt(self, state: RequestState) -> None:
-        """Back to the queue, to be recomputed; the place in the order of service is kept."""
-        self._running.remove(state)
-        insort(self._waiting, state, key=_order_of_service)
-        state.num_preemptions += 1
-        state.has_progressed = False
-        self._tally.num_preemptions += 1
-        self._release_when_landed(state)
-
-    def _admit(self, budget: Budget) -> None:
-        """Start waiting requests in order of service, until one does not fit."""
-        while self._waiting and self._free_slots and budget.tokens_left and budget.admissions_open:
-            state = self._waiting[0]
-            # Whoever was preempted in this pass closed admissions, and the others' steps have been committed.
-            assert not state.must_release
-            if self._running and self._refused == (state, self.cache.num_releases):
-                return  # no block was given back since it was refused
-            spare = spare_blocks(self._running, state, self.config)
-            num_cached = self.cache.allocate(state.blocks, state.token_ids, num_spare_blocks=spare)
-            if num_cached is None:
-                self._refused = (state, self.cache.num_releases)
-                return
-            self._waiting.pop(0)
-            insort(self._running, state, key=_order_of_service)
-            self._start(state, num_cached, budget)
-            budget.grant(state)
-
-    def _start(self, state: RequestState, num_cached: int, budget: Budget) -> None:
-        state.slot = heappop(self._free_slots)
-        state.num_planned = state.num_computed = num_cached
-        state.prefill_target = len(state.token_ids)
-        if state.first_scheduled is None:
-            state.first_scheduled = self._clock()
-            state.num_cached_tokens = num_cached
-            budget.new_requests.append(state.request)
-            self._tally.count_admission(state.num_prompt, num_cached, was_looked_up=self.cache.enable_prefix_caching)
-
-    # ------------------------------------------------------------------ committing
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Take in what a step computed. Plans are committed in the order in which they were made."""
-        flight = self._in_flight.popleft()
+        flight = self._roster.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step_id} is not the one to commit"
         assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
         now = self._clock()
         events: list[TokenEvent] = []
-        samples = iter(result.samples)
+        self.cache.tiers.land(plan)
+        for state, end in flight.restored:
+            self._land_restored(state, end)
+        samples, masses = iter(result.samples), iter(result.masses)
         num_prefill = 0
         for state, item in zip(flight.states, plan.items, strict=True):
             sample = next(samples) if item.samples else None
+            if item.wants_mass:
+                self._accumulate(state, item, next(masses))
             num_prefill += self._land(state, item)
             if not state.has_ended and sample is not None and sample.token_id is None:
                 # What it computed may be as broken as its logits: nothing of this step is published.
-                events.append(self._end(state, None, "error", error=NOT_FINITE))
+                events.append(self._roster.end(state, None, "error", error=NOT_FINITE))
             elif not state.has_ended:
                 if state.num_computed >= BLOCK_SIZE * (state.blocks.num_published + 1):
                     self._publish(state)
                 if sample is not None:
                     events.append(self._accept(state, sample, now))
-            if state.must_release and not state.num_in_flight:
-                self._release(state)
+            self._roster.release_if_due(state)
         assert next(samples, None) is None, f"step {plan.step_id} has more samples than it was asked for"
         if flight.replaced_blocks:
             self.cache.release(flight.replaced_blocks)
-        self._tally.count_step(num_prefill, plan.num_tokens - num_prefill, len(plan.items), result.seconds)
+        self._learn(flight, num_prefill, result)
         return events
+
+    def _land_restored(self, state: RequestState, end: int) -> None:
+        self._roster.land(state)
+        state.num_computed = end
+        if not state.has_ended and end >= BLOCK_SIZE * (state.blocks.num_published + 1):
+            self._publish(state)
+        self._roster.release_if_due(state)
 
     def _land(self, state: RequestState, item: PlanItem) -> int:
         """Note that an item was computed; returns how many of its tokens were prefill."""
         end = item.start + len(item.token_ids)
-        state.num_in_flight -= 1
+        self._roster.land(state)
         state.num_pending -= item.samples
         state.num_computed = end
+        num_new = end - item.start
         if item.start < state.num_seen:
-            self._tally.recomputed_tokens += min(end, state.num_seen) - item.start
+            again = min(end, state.num_seen) - item.start
+            self._tally.recomputed_tokens += again
+            num_new -= again
         if end > state.num_seen:
             state.num_seen = end
+        if num_new:
+            self._roster.waiting.charge(state.request.client, num_new)
         return min(end, state.prefill_target) - item.start if item.start < state.prefill_target else 0
+
+    def _accumulate(self, state: RequestState, item: PlanItem, masses: Iterable[float]) -> None:
+        assert state.forgetting is not None
+        numbers = [position // BLOCK_SIZE for position in item.first_positions[0]]
+        state.forgetting.accumulate(numbers, tuple(masses), item.start + len(item.token_ids))
 
     def _publish(self, state: RequestState) -> None:
         """Make the blocks shareable that are complete by now."""
-        replaced = self.cache.publish(state.blocks, state.token_ids, state.num_computed)
-        if replaced and state.num_in_flight:
-            self._in_flight[-1].replaced_blocks.extend(replaced)
-        elif replaced:
-            self.cache.release(replaced)
+        self._roster.retire(state, self.cache.publish(state.blocks, state.token_ids, state.num_computed))
 
     def _accept(self, state: RequestState, sample: Sample, now: float) -> TokenEvent:
         assert sample.request_id == state.request.request_id, f"{sample.request_id} is not next in the plan"
         assert sample.token_id is not None
         state.token_ids.append(sample.token_id)
-        state.has_progressed = True
         state.last_token = now
         if state.first_token is None:
             state.first_token = now
         self._tally.generation_tokens += 1
         reason = state.finish_reason_after(sample.token_id)
         if reason is not None:
-            return self._end(state, sample, reason)
+            return self._roster.end(state, sample, reason)
         return state.event(sample.token_id, None, logprobs=sample.logprobs)
 
-    # ------------------------------------------------------------------ ending
-
-    def _end(
-        self, state: RequestState, sample: Sample | None, reason: FinishReason, *, error: str | None = None
-    ) -> TokenEvent:
-        request_id = state.request.request_id
-        del self._states[request_id]
-        (self._running if state in self._running else self._waiting).remove(state)
-        state.has_ended = True
-        if state.first_scheduled is not None:
-            self._ended_request_ids.append(request_id)
-        if not state.must_release and state.slot is not None:
-            self._release_when_landed(state)
-        self._tally.count_finish(reason)
-        if sample is None:
-            return state.event(None, reason, error=error)
-        return state.event(sample.token_id, reason, logprobs=sample.logprobs)
-
-    def _release_when_landed(self, state: RequestState) -> None:
-        state.must_release = True
-        self._num_releasing += 1
-        if not state.num_in_flight:
-            self._release(state)
-
-    def _release(self, state: RequestState) -> None:
-        """Give back blocks and slot; no plan in flight names the request."""
-        assert state.slot is not None
-        assert not state.num_in_flight
-        self.cache.free(state.blocks)
-        heappush(self._free_slots, state.slot)
-        state.slot = None
-        state.num_planned = state.num_computed = state.prefill_target = 0
-        state.must_release = False
-        self._num_releasing -= 1
+    def _learn(self, flight: Flight, num_prefill: int, result: StepResult) -> None:
+        """Feed the measured rates, the limit of concurrency and the counters."""
+        plan, rates = flight.plan, self.rates
+        num_decode = plan.num_tokens - num_prefill
+        moving = result.save_seconds + result.restore_seconds
+        if plan.items:
+            rates.observe_step(num_prefill, num_decode, result.seconds - moving)
+        block_bytes = self.cache.tiers.block_bytes
+        if plan.saves:
+            rates.observe_save(sum(block_bytes[each.group_id] for each in plan.saves), result.save_seconds)
+        disk_rate = self.cache.tiers.slow.read_bytes_per_second
+        if disk_rate is not None:
+            rates.observe_disk(int(disk_rate), 1.0)  # the tier measures its own reads
+        if plan.restores:
+            rates.observe_restore(sum(block_bytes[each.group_id] for each in plan.restores), result.restore_seconds)
+        self._concurrency.observe_step(
+            len(self._roster.running), len(self._roster.waiting), plan.num_tokens, result.seconds, flight.num_preempted
+        )
+        self._tally.count_step(num_prefill, num_decode, len(plan.items), result.seconds)
 
     # ------------------------------------------------------------------ what others see
 
     @property
     def has_work(self) -> bool:
         """A plan or a commit is to come."""
-        return bool(self._states or self._in_flight)
+        return bool(self._roster.states or self._roster.in_flight)
+
+    @property
+    def has_moves(self) -> bool:
+        """Blocks wait to be written through, though no request does."""
+        return self.cache.tiers.has_moves
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._roster.waiting)
+
+    @property
+    def running_limit(self) -> int:
+        return self._concurrency.limit
+
+    @property
+    def step_budget(self) -> int:
+        return self._planner.latest_budget
 
     @property
     def last_step(self) -> StepMix:
         return self._tally.last_step
 
     def counters(self) -> Counters:
-        return self._tally.freeze(self.cache.num_evicted_blocks)
+        return self._tally.freeze(self.cache)
 
     def request_views(self) -> tuple[RequestView, ...]:
-        """Running requests, then waiting ones, each in order of service."""
+        """Running requests in the order in which they are asked, then waiting ones by priority and arrival."""
         now = self._clock()
-        return tuple(state.view(now) for state in (*self._running, *self._waiting))
+        return tuple(state.view(now) for state in (*self._roster.running, *self._roster.waiting))

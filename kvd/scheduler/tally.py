@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvd.cache.manager import CacheManager
 from kvd.core import Counters, FinishReason, StepMix
 
 
@@ -24,6 +25,8 @@ class Tally:
     recomputed_tokens: int = 0
     prefix_query_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    num_dropped_tokens: int = 0
     step_seconds: float = 0.0
     finished: dict[FinishReason, int] = field(default_factory=dict)
     last_step: StepMix = field(default_factory=StepMix)
@@ -34,6 +37,10 @@ class Tally:
         if was_looked_up:
             self.prefix_query_tokens += num_prompt
 
+    def count_restored(self, num_tokens: int) -> None:
+        """Prompt tokens that came from below after the admission."""
+        self.prompt_tokens_cached += num_tokens
+
     def count_step(self, num_prefill: int, num_decode: int, num_requests: int, seconds: float) -> None:
         self.num_steps += 1
         self.step_seconds += seconds
@@ -43,7 +50,8 @@ class Tally:
     def count_finish(self, reason: FinishReason) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
-    def freeze(self, num_evicted_blocks: int) -> Counters:
+    def freeze(self, cache: CacheManager) -> Counters:
+        tiers = cache.tiers
         return Counters(
             num_steps=self.num_steps,
             prompt_tokens=self.prompt_tokens,
@@ -53,8 +61,16 @@ class Tally:
             recomputed_tokens=self.recomputed_tokens,
             prefix_query_tokens=self.prefix_query_tokens,
             prefix_hit_tokens=self.prompt_tokens_cached,
+            partial_hit_tokens=tiers.hit_tokens["partial"],
+            ram_hit_tokens=tiers.hit_tokens["ram"],
+            disk_hit_tokens=tiers.hit_tokens["disk"],
             num_preemptions=self.num_preemptions,
-            num_evicted_blocks=num_evicted_blocks,
+            num_swaps=self.num_swaps,
+            num_evicted_blocks=cache.num_evicted_blocks,
+            num_saved_blocks=tiers.num_saved,
+            num_unsaved_blocks=tiers.num_unsaved,
+            num_restored_blocks=tiers.num_restored,
+            num_dropped_tokens=self.num_dropped_tokens,
             step_seconds=self.step_seconds,
             finished=tuple(sorted(self.finished.items())),
         )

@@ -1,0 +1,151 @@
+"""Chains of cached blocks as operators and clients name them: kept, pinned, held, listed, put in from a file.
+
+Owner: the engine thread, through `CacheManager`. A pin or a hold is a reference on every block of a chain, so what is
+pinned is never cached and no eviction policy ever hears of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvd.cache.layer_group import LayerGroup
+from kvd.cache.lower_tiers import LowerTiers
+from kvd.cache.prefix_index import IndexedBlock
+from kvd.core import BLOCK_SIZE, PrefixView
+
+
+@dataclass(slots=True)
+class ChainHold:
+    """References on a chain of indexed blocks, (group id, block) from its start, until `Chains.let_go`."""
+
+    blocks: list[tuple[int, IndexedBlock]]
+    num_tokens: int
+
+
+class Chains:
+    """The chains in the pools. `release` gives up references: (group id, block id) each."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        tiers: LowerTiers,
+        release: Callable[[Iterable[tuple[int, int]]], None],
+    ) -> None:
+        self._groups = groups
+        self._tiers = tiers
+        self._release = release
+        self._pins: dict[bytes, ChainHold] = {}
+
+    def keep(self, keys: Sequence[bytes], until: float) -> int:
+        """Keep the blocks under a chain of keys until a time of the clock, if room allows; how many there are."""
+        num_kept = 0
+        for key in reversed(keys):  # as tables are released: from the end
+            blocks = [(group, group.index.find(key)) for group in self._groups]
+            for group, block in blocks:
+                if block is not None:
+                    group.keep(block, until)
+            num_kept += blocks[0][1] is not None
+        return num_kept
+
+    def chain_of(self, key: bytes) -> list[IndexedBlock]:
+        """The indexed blocks of group 0 from the start of a chain to the block under `key`; empty if there is a gap."""
+        block = self._groups[0].index.find(key)
+        chain: list[IndexedBlock] = []
+        while block is not None:
+            chain.append(block)
+            block = self._groups[0].index.find(block.parent_key)
+        chain.reverse()
+        return chain if chain and not chain[0].depth else []
+
+    def hold_chain(self, key: bytes) -> ChainHold | None:
+        """References on all blocks of a chain, in every group that has them; None if it is not in the pool."""
+        chain = self.chain_of(key)
+        blocks: list[tuple[int, IndexedBlock]] = []
+        for block in chain:
+            for group_id, group in enumerate(self._groups):
+                known = group.index.find(block.key)
+                if known is not None:
+                    group.share(block.key)
+                    blocks.append((group_id, known))
+        return ChainHold(blocks, len(chain) * BLOCK_SIZE) if chain else None
+
+    def let_go(self, hold: ChainHold) -> None:
+        """Give up the references of a hold, once."""
+        self._release([(group_id, block.block_id) for group_id, block in reversed(hold.blocks)])
+        hold.blocks.clear()
+
+    def insert(
+        self, group_id: int, key: bytes, parent_key: bytes, token_ids: tuple[int, ...]
+    ) -> tuple[IndexedBlock, bool] | None:
+        """A referenced block under a key, and whether it is new: then the caller fills it before it does anything else.
+
+        None when there is no room. Blocks come in the order of their chain.
+        """
+        group = self._groups[group_id]
+        if key in group.index:
+            group.share(key)
+            is_new = False
+        elif group.pool.num_available:
+            parent = group.index.find(parent_key)
+            depth = 0 if parent is None else parent.depth + 1
+            block_id = group.take()
+            group.index.insert(block_id, key, parent_key, depth, token_ids)
+            self._tiers.publish(group_id, block_id, key, parent_key, token_ids)
+            is_new = True
+        else:
+            return None
+        block = group.index.find(key)
+        assert block is not None
+        return block, is_new
+
+    def pin(self, key: bytes) -> int:
+        """Hold a chain of cached blocks until `unpin`; returns its blocks, 0 if it is not there."""
+        if key not in self._pins:
+            hold = self.hold_chain(key)
+            if hold is None:
+                return 0
+            self._pins[key] = hold
+        return len(self._pins[key].blocks)
+
+    def unpin(self, key: bytes) -> bool:
+        """Give a pinned chain up; False if it was not pinned."""
+        hold = self._pins.pop(key, None)
+        if hold is not None:
+            self.let_go(hold)
+        return hold is not None
+
+    def longest_known(self, keys: Sequence[bytes]) -> bytes | None:
+        """The last key of a chain up to which the pool has all of it."""
+        length = self._groups[0].index.match_length(keys, len(keys))
+        return keys[length - 1] if length else None
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks of the first group that pins hold, each counted once."""
+        return len({block.block_id for hold in self._pins.values() for group, block in hold.blocks if not group})
+
+    def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """The chains that were found most often, those in use and pinned ones included."""
+        group = self._groups[0]
+        ends = [block for block in group.index if block.key in self._pins or self._is_end(block)]
+        best = heapq.nlargest(limit, ends, key=lambda block: (block.key in self._pins, block.num_hits, block.depth))
+        return tuple(
+            PrefixView(
+                block.key.hex(),
+                (block.depth + 1) * BLOCK_SIZE,
+                block.num_hits,
+                block.key in self._pins,
+                group.pool.references(block.block_id) > 0,
+            )
+            for block in best
+        )
+
+    def _is_end(self, block: IndexedBlock) -> bool:
+        """Fewer requests have found what comes behind this block, or nothing does."""
+        return not block.num_children and not self._groups[0].index.has_continuation(block.key)
+
+    @property
+    def pinned(self) -> Iterable[ChainHold]:
+        return self._pins.values()

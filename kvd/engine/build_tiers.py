@@ -1,0 +1,86 @@
+"""Makes the tiers below the KV pool: the RAM tier's memory, and the disk tier behind it.
+
+The disk tier reads and writes slots of the RAM tier. Where a disk is configured without `swap_space`, a small RAM tier
+is made for it to work through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvd.cache.sizing import GIB
+from kvd.cache.store import Arena, allocate_arena
+from kvd.config import Config
+from kvd.engine.disk_link import DiskLink
+from kvd.errors import NotEnoughMemory
+from kvd_kernels.kv_format import KVFormat
+
+STAGING_BYTES = 256 << 20
+"""RAM that the disk tier works through when there is no `swap_space`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """`num_slots` of every layer group; 0: no RAM tier. `num_bytes` is what they take at most."""
+
+    num_slots: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What `open_tiers` made; None where there is none."""
+
+    arena: Arena | None
+    disk: DiskLink | None
+    num_slots: tuple[int, ...]
+
+
+def size_tiers(config: Config, kv_format: KVFormat) -> TierSizes:
+    """Slots of the RAM tier: whole blocks of all groups in `swap_space`, never more.
+
+    Raises NotEnoughMemory where `swap_space` is smaller than one block of every group.
+    """
+    num_bytes = int(config.swap_space * GIB)
+    if config.disk_cache is not None:
+        num_bytes = max(num_bytes, STAGING_BYTES)
+    num_slots = num_bytes // kv_format.block_bytes
+    if config.swap_space and not num_slots:
+        raise NotEnoughMemory(
+            f"swap_space {config.swap_space} GiB is less than one KV block of {kv_format.block_bytes / GIB:.6f} GiB"
+        )
+    return TierSizes(num_slots, num_slots * kv_format.block_bytes)
+
+
+def open_tiers(
+    config: Config,
+    kv_format: KVFormat,
+    sizes: TierSizes,
+    device: torch.device,
+    *,
+    wake: Callable[[], None],
+    log: Callable[[str, str], None],
+) -> Tiers:
+    """Allocate the RAM tier and open the disk tier.
+
+    wake: called from the disk tier's threads when it has done something. Raises StartupError for a folder that
+    cannot be used.
+    """
+    num_slots = (sizes.num_slots,) * len(kv_format.groups)
+    if not sizes.num_slots:
+        return Tiers(None, None, num_slots)
+    arena = allocate_arena(kv_format, num_slots, device)
+    if config.disk_cache is None:
+        return Tiers(arena, None, num_slots)
+    disk = DiskLink(
+        config.disk_cache.path,
+        config.disk_cache.size_bytes,
+        [group.block_bytes for group in kv_format.groups],
+        memory=arena.memory,
+        wake=wake,
+        log=lambda line: log("warning", line),
+    )
+    return Tiers(arena, disk, num_slots)
