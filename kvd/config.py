@@ -350,7 +350,7 @@ class Config:
         "~/.cache/kvd",
         Text("a directory"),
         "Server",
-        "Where downloads, prepared models and crash logs live.",
+        "Where downloads, prepared models, saved sessions and crash logs live.",
         origin="kvd",
         environment="KVD_HOME",
     )

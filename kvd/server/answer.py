@@ -25,6 +25,11 @@ class Answer:
         """The answer to a request that has just been accepted."""
         return cls(request_id, int(time.time()), model, system_fingerprint(state.engine.info), has_logprobs)
 
+    def tell_drops(self, chunks: list[dict[str, Any]], generation: Generation) -> None:
+        """For a stream without a usage chunk: if tokens may be forgotten, the very last chunk carries the usage."""
+        if generation.forgets_tokens and generation.is_complete:
+            chunks[-1]["usage"] = generation.usage.to_json()
+
     def envelope(
         self, kind: str, choices: list[dict[str, Any]], generation: Generation | None = None
     ) -> dict[str, Any]:

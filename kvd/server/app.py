@@ -9,7 +9,7 @@ from aiohttp import web
 
 from kvd.errors import RequestError
 from kvd.observe.event_log import EventLog
-from kvd.server import control, operations
+from kvd.server import cache_control, control, operations
 from kvd.server.chat import chat_completions
 from kvd.server.completions import completions
 from kvd.server.guard import Guard
@@ -33,7 +33,13 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/kvd/events", control.events),
     ("GET", "/kvd/requests", control.list_requests),
     ("POST", "/kvd/requests/{request_id}/abort", control.abort_request),
-    ("POST", "/kvd/cache/reset", control.reset_cache),
+    ("POST", "/kvd/requests/{request_id}/keep", cache_control.keep_turn),
+    ("GET", "/kvd/cache/prefixes", cache_control.list_prefixes),
+    ("POST", "/kvd/cache/pin", cache_control.pin),
+    ("POST", "/kvd/cache/unpin", cache_control.unpin),
+    ("POST", "/kvd/cache/reset", cache_control.reset),
+    ("POST", "/kvd/sessions/{name}/save", cache_control.save_session),
+    ("POST", "/kvd/sessions/{name}/restore", cache_control.restore_session),
 )
 """Method, path without `/v1`, handler."""
 

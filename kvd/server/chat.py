@@ -55,6 +55,8 @@ async def _make_job(state: ServerState, body: ChatRequest, request_id: str, clie
         continues_text=bool(body.continue_final_message),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        kv_eviction=body.resolve_eviction(state.settings.kv_eviction),
+        kv_budget_tokens=body.kv_budget_tokens,
     )
 
 
@@ -102,6 +104,8 @@ async def _stream(
         async for piece in generation.pieces():
             chunks = [*opening, *answer.chunks(piece)]
             opening = []
+            if not wants_usage:
+                answer.tell_drops(chunks, generation)
             yield b"".join(frame({**chunk, **empty_usage}) for chunk in chunks)
         if wants_usage:
             yield frame(answer.usage_chunk(generation))

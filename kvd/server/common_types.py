@@ -6,17 +6,19 @@ without an effect (user, metadata, store, …).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
 
-from kvd.core import SamplingParams
+from kvd.core import KVEviction, SamplingParams
 from kvd.server.responses import invalid, short
 from kvd.server.settings import SamplingDefaults
 from kvd.server.validation import check_choice, check_object, check_range, check_token_ids, unsupported
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
+MIN_KV_BUDGET_TOKENS = 128
+"""Least that a request which forgets tokens may hold, as in the setting kv_eviction_tokens."""
 _INT64 = (-(2**63), 2**63 - 1)
 _INT32 = (-(2**31), 2**31 - 1)
 
@@ -30,6 +32,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "seed": _INT64,
     "priority": _INT32,
     "min_tokens": (0, 2**31),
+    "kv_budget_tokens": (MIN_KV_BUDGET_TOKENS, 2**31),
 }
 _CONSTRAINED_DECODING = (
     "structured_outputs",
@@ -68,7 +71,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     response_format: Any = None
-    kv_eviction: Any = None
+    kv_eviction: str | None = None
+    kv_budget_tokens: int | None = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -91,6 +95,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
             check_range(name, getattr(self, name), low, high)
         check_range("top_p", self.top_p, 0, 1, is_low_excluded=True)
         check_range("top_k", self.top_k, -1, vocab_size)
+        check_choice("kv_eviction", self.kv_eviction, get_args(KVEviction))
         self._check_stops(vocab_size)
         _parse_logit_bias(self.logit_bias, vocab_size)
         if self.stream_options is not None and not self.stream:
@@ -101,13 +106,18 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         """Raise a 400 for what is valid but not offered yet."""
         if self.n is not None and self.n > 1:
             raise unsupported("n", "this server gives one choice per request")
-        if self.kv_eviction not in (None, "none"):
-            raise unsupported("kv_eviction", "this server keeps every token of a running request; use 'none'")
         if self.response_format is not None and self.response_format["type"] != "text":
             raise unsupported("response_format", "this server answers with plain text only")
         for name in _CONSTRAINED_DECODING:
             if getattr(self, name) is not None:
                 raise unsupported(name, "this server does not constrain its answers")
+
+    def resolve_eviction(self, default: KVEviction) -> KVEviction:
+        """How this request forgets tokens. Raises a 400 for a budget without anything that would keep it."""
+        chosen = default if self.kv_eviction is None else cast(KVEviction, self.kv_eviction)
+        if chosen == "none" and self.kv_budget_tokens is not None:
+            raise invalid("kv_budget_tokens", "'kv_budget_tokens' needs a 'kv_eviction' other than 'none'")
+        return chosen
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop_strings) > MAX_STOP_STRINGS:

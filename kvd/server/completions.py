@@ -66,6 +66,8 @@ async def _make_job(state: ServerState, body: CompletionRequest, request_id: str
         continues_text=True,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        kv_eviction=body.resolve_eviction(state.settings.kv_eviction),
+        kv_budget_tokens=body.kv_budget_tokens,
     )
 
 
@@ -107,7 +109,9 @@ async def _stream(
     offsets = [0] * len(job.prompts)  # characters of each choice that its log probabilities have covered
     with run_generation(state, job) as generation:
         async for piece in generation.pieces():
-            chunks = answer.chunks(piece, offsets[piece.index])
+            chunks = [*answer.chunks(piece, offsets[piece.index])]
+            if not wants_usage:
+                answer.tell_drops(chunks, generation)
             yield b"".join(frame({**chunk, **empty_usage}) for chunk in chunks)
             offsets[piece.index] += sum(len(entry.chosen.token) for entry in piece.logprobs)
         if wants_usage:

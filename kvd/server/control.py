@@ -71,7 +71,7 @@ async def abort_request(request: web.Request) -> web.Response:
     """End a request by the id that its answer carries, or by the id of one of its choices."""
     state = request.app[STATE]
     request_id = request.match_info["request_id"]
-    was_running = [await state.engine.abort(each) for each in state.active.get(request_id, (request_id,))]
+    was_running = [await state.engine.abort(each) for each in state.engine_ids(request_id)]
     if not any(was_running):
         raise RequestError(
             f"there is no running request '{short(request_id, 60)}'",
@@ -82,12 +82,3 @@ async def abort_request(request: web.Request) -> web.Response:
         )
     state.event_log.add("info", "abort", "aborted by an operator", request_id)
     return json_response({"id": request_id, "aborted": True})
-
-
-async def reset_cache(request: web.Request) -> web.Response:
-    """Drop every cached block; blocks of running requests remain, and the answer says how many."""
-    state = request.app[STATE]
-    num_dropped = await state.engine.reset_cache()
-    remaining = await state.engine.snapshot()
-    state.event_log.add("info", "cache_reset", f"{num_dropped} cached blocks dropped by an operator")
-    return json_response({"dropped_blocks": num_dropped, "active_blocks": remaining.num_blocks_active})

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from kvd.core import Request, SamplingParams, TokenEvent
+from kvd.core import KVEviction, Request, SamplingParams, TokenEvent
 from kvd.errors import EngineFailure, RequestError, ServerOverloaded
 from kvd.server.interfaces import TokenStream
 from kvd.server.logprobs import LogprobTracker, TokenLogprob
@@ -35,19 +35,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one HTTP request, summed over its choices."""
+    """Token counts of one HTTP request, summed over its choices. Dropped tokens: None where none may be."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_dropped_tokens: int | None = None
 
     def to_json(self) -> dict[str, object]:
+        drops = {} if self.num_dropped_tokens is None else {"kvd": {"dropped_tokens": self.num_dropped_tokens}}
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": 0},
+            **drops,
         }
 
 
@@ -59,6 +62,7 @@ class Choice:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.num_dropped_tokens = 0
         self._stream = stream
         self._output = output
         self._tracker = tracker
@@ -101,6 +105,7 @@ class Choice:
         self.num_prompt_tokens = event.num_prompt_tokens
         self.num_cached_tokens = event.num_cached_tokens
         self.num_output_tokens = event.num_output_tokens
+        self.num_dropped_tokens = event.num_dropped_tokens
 
 
 def _stop_reason(event: TokenEvent) -> StopReason:
@@ -124,10 +129,17 @@ def _stop_reason(event: TokenEvent) -> StopReason:
 class Generation:
     """The choices of one HTTP request, submitted together."""
 
-    def __init__(self, state: ServerState, request_id: str, choices: list[Choice]) -> None:
+    def __init__(self, state: ServerState, request_id: str, choices: list[Choice], *, forgets_tokens: bool) -> None:
         self.request_id = request_id
+        self.forgets_tokens = forgets_tokens
         self._state = state
         self._choices = choices
+        self._num_complete = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """The last piece of every choice has been handed out."""
+        return self._num_complete == len(self._choices)
 
     @property
     def usage(self) -> Usage:
@@ -135,6 +147,7 @@ class Generation:
             sum(choice.num_prompt_tokens for choice in self._choices),
             sum(choice.num_cached_tokens for choice in self._choices),
             sum(choice.num_output_tokens for choice in self._choices),
+            sum(choice.num_dropped_tokens for choice in self._choices) if self.forgets_tokens else None,
         )
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -142,6 +155,7 @@ class Generation:
         source = self._choices[0].pieces() if len(self._choices) == 1 else _merge(self._choices)
         try:
             async for piece in source:
+                self._num_complete += piece.finish_reason is not None
                 yield piece
         except RequestError as error:
             if error.code == "request_aborted" and self._state.is_draining:
@@ -193,6 +207,8 @@ class GenerationJob:
     continues_text: bool  # the output goes on where the prompt ends, within one text
     priority: int
     cache_salt: str
+    kv_eviction: KVEviction
+    kv_budget_tokens: int | None
 
     def requests(self) -> list[Request]:
         arrival = time.monotonic()
@@ -208,6 +224,8 @@ class GenerationJob:
                 priority=self.priority,
                 cache_salt=self.cache_salt,
                 choice_index=index,
+                kv_eviction=self.kv_eviction,
+                kv_budget_tokens=self.kv_budget_tokens,
             )
             for index, (prompt, sampling) in enumerate(zip(self.prompts, self.samplings, strict=True))
         ]
@@ -221,11 +239,11 @@ def run_generation(state: ServerState, job: GenerationJob) -> Iterator[Generatio
     """
     requests = job.requests()
     choices: list[Choice] = []
-    state.active[job.request_id] = tuple(request.request_id for request in requests)
+    state.note_choices(job.request_id, tuple(request.request_id for request in requests))
     try:
         for request in requests:
             choices.append(_start(state, job, request))
-        yield Generation(state, job.request_id, choices)
+        yield Generation(state, job.request_id, choices, forgets_tokens=job.kv_eviction != "none")
     finally:
         for choice in choices:
             choice.abort()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvd.core import KVEviction
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
@@ -22,6 +24,7 @@ class ServerSettings:
 
     served_names         model names that requests may use; `*` accepts every name. Empty: the engine's own
     end_token_ids        the model's end tokens; generation stops at them unless a request ignores them
+    kv_eviction          which tokens a request forgets that does not choose for itself
     host                 the address that is listened on; a Host header that names it is accepted
     api_keys             pairs (name, key); empty: no key is needed
     allowed_hosts        Host names beyond loopback names and `host`; `*` accepts all
@@ -37,6 +40,7 @@ class ServerSettings:
     served_names: tuple[str, ...] = ()
     end_token_ids: frozenset[int] = frozenset()
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    kv_eviction: KVEviction = "none"
     host: str = "127.0.0.1"
     api_keys: tuple[tuple[str, str], ...] = ()
     allowed_hosts: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -20,6 +21,9 @@ from kvd.server.interfaces import GenerationEngine
 from kvd.server.responses import short
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
+
+MAX_RECENT_CHOICES = 256
+"""HTTP requests whose choices are remembered, about as many as the engine remembers requests that ended."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,24 @@ class ServerState:
     is_closing: asyncio.Event = field(default_factory=asyncio.Event)
     active: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """HTTP request id → ids of its engine requests, while it runs."""
+    recent_choices: OrderedDict[str, tuple[str, ...]] = field(default_factory=OrderedDict)
+    """The same of the latest requests with several choices, also when they have ended."""
+
+    def note_choices(self, request_id: str, engine_ids: tuple[str, ...]) -> None:
+        """An HTTP request begins; whoever calls this takes it out of `active` at its end."""
+        self.active[request_id] = engine_ids
+        if len(engine_ids) > 1:
+            self.recent_choices[request_id] = engine_ids
+            if len(self.recent_choices) > MAX_RECENT_CHOICES:
+                self.recent_choices.popitem(last=False)
+
+    def engine_ids(self, request_id: str) -> tuple[str, ...]:
+        """The engine's ids behind the one that an answer carries, whether it runs or has ended; any other as it is."""
+        return self.active.get(request_id) or self.recent_choices.get(request_id) or (request_id,)
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether an answer of this id, or a choice of one, is being made."""
+        return request_id in self.active or any(request_id in ids for ids in self.active.values())
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from aiohttp import web
 from kvd.config import Config
 from kvd.config_check import is_inline_template
 from kvd.config_load import LoadedConfig
-from kvd.core import EngineInfo
+from kvd.core import EngineInfo, KVEviction
 from kvd.errors import CheckpointError, ConfigError, StartupError, UnsupportedModel
 from kvd.log import EventSink, Logging, get_logger, setup
 from kvd.model.files import ModelFiles
@@ -145,6 +145,7 @@ def server_settings(config: Config, info: EngineInfo, files: ModelFiles) -> Serv
         served_names=info.served_names,
         end_token_ids=frozenset(token_id for token_id in files.eos_token_ids if token_id < info.vocab_size),
         default_sampling=SamplingDefaults(**known),
+        kv_eviction=cast(KVEviction, config.kv_eviction),
         host=config.host,
         api_keys=tuple((f"key {number}", key) for number, key in enumerate(config.api_key, 1)),
         allowed_hosts=config.allowed_hosts,

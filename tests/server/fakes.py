@@ -21,14 +21,16 @@ from kvd.core import (
     FinishReason,
     Logprobs,
     MemoryBudget,
+    PrefixView,
     Request,
     RequestView,
+    SessionInfo,
     Snapshot,
     StepMix,
     TokenEvent,
 )
 from kvd.engine.streams import TokenStream
-from kvd.errors import RequestError
+from kvd.errors import RequestError, SessionError
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.text.text_model import TextModel
 
@@ -100,6 +102,9 @@ class FakeEngine:
     batch           tokens per wake-up
     refusal         raised by `submit`
     fail_after      the request ends with an error after so many tokens
+    num_dropped     tokens that every request has forgotten from its second token on
+    chains          what can be pinned, kept and saved → blocks; ids of requests that ended are added with 3
+    sessions        name → saved chain
     """
 
     def __init__(self, text: TextModel, **info: object) -> None:
@@ -116,6 +121,11 @@ class FakeEngine:
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.num_resets = 0
+        self.num_dropped = 0
+        self.chains: dict[str, int] = {"ab" * 16: 5}
+        self.pinned: set[str] = set()
+        self.kept: list[str] = []
+        self.sessions: dict[str, str] = {}
         self.counters = Counters()
         self._changed = asyncio.Event()
         self._running: dict[str, tuple[TokenStream, asyncio.Task[None]]] = {}
@@ -146,6 +156,38 @@ class FakeEngine:
         self.num_resets += 1
         return 7
 
+    async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        ranked = sorted(self.chains, key=lambda chain: chain not in self.pinned)
+        return tuple(PrefixView(chain, 16 * self.chains[chain], 2, chain in self.pinned, False) for chain in ranked)[
+            :limit
+        ]
+
+    async def pin(self, chain: str) -> int:
+        if chain not in self.chains:
+            return 0
+        self.pinned.add(chain)
+        return self.chains[chain]
+
+    async def unpin(self, chain: str) -> bool:
+        was_pinned = chain in self.pinned
+        self.pinned.discard(chain)
+        return was_pinned
+
+    async def keep_turn(self, request_id: str) -> int:
+        self.kept.append(request_id)
+        return self.chains.get(request_id, 0)
+
+    async def save_session(self, name: str, chain: str) -> SessionInfo:
+        if chain not in self.chains:
+            raise SessionError(f"there is no chain '{chain}' in the cache", param="chain")
+        self.sessions[name] = chain
+        return SessionInfo(name, 16 * self.chains[chain], 1000)
+
+    async def restore_session(self, name: str) -> SessionInfo:
+        if name not in self.sessions:
+            raise SessionError(f"there is no session '{name}'", param="name", status=404)
+        return SessionInfo(name, 16 * self.chains[self.sessions[name]], 1000)
+
     async def snapshot(self, *, details: bool = False) -> Snapshot:
         return Snapshot(
             time=time.monotonic(),
@@ -160,6 +202,11 @@ class FakeEngine:
             num_blocks_free=35,
             counters=self.counters,
             last_step=StepMix(1, 2, 3, 0.5),
+            num_blocks_pinned=sum(self.chains[chain] for chain in self.pinned),
+            num_ram_blocks=50,
+            num_ram_blocks_used=30,
+            running_limit=12,
+            step_budget=80,
             histograms={name: builder.freeze() for name, builder in self._histograms.items()},
             requests=tuple(map(self._view, self._running)) if details else (),
         )
@@ -218,6 +265,7 @@ class FakeEngine:
                 finish_reason = "length"
             if finish_reason is not None:
                 self._forget(request.request_id)
+                self.chains[request.request_id] = 3
             stream.put(self._event(request, position + 1, token_id, finish_reason))
             if finish_reason is not None:
                 return
@@ -243,6 +291,7 @@ class FakeEngine:
             logprobs=logprobs,
             finish_reason=finish_reason,
             error=error,
+            num_dropped_tokens=self.num_dropped if num_output_tokens > 1 else 0,
         )
 
     def _view(self, request_id: str) -> RequestView:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -222,11 +221,3 @@ async def test_abort_of_one_choice(harness: Harness) -> None:
     (engine_id,) = harness.engine.running_ids
     assert (await harness.post(f"/v1/kvd/requests/{engine_id}/abort", b""))[0] == 200
     await task
-
-
-async def test_cache_reset(harness: Harness) -> None:
-    status, answer = await harness.post("/kvd/cache/reset", b"")
-    assert (status, answer) == (200, {"dropped_blocks": 7, "active_blocks": 25})
-    assert harness.engine.num_resets == 1
-    assert (await harness.call("GET", "/kvd/cache/reset"))[0] == 405
-    assert json.loads(json.dumps(answer)) == answer
