@@ -66,11 +66,11 @@ class LowerTiers:
                 self.ram.release(block)
         for group_id, block_id, key, parent_key, token_ids in self._published:
             if self.ram.find(group_id, key) is None:
-                block = self.ram.take(group_id, key, parent_key, token_ids)
-                if block is None:
+                slot = self.ram.take(group_id, key, parent_key, token_ids)
+                if slot is None:
                     self.num_unsaved += 1
                 else:
-                    self.save(block_id, block)
+                    self.save(block_id, slot)
         self._published.clear()
 
     def take_transfers(self) -> tuple[tuple[BlockTransfer, ...], tuple[BlockCopy, ...], tuple[BlockTransfer, ...]]:

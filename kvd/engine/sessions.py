@@ -8,6 +8,7 @@ held.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,7 +70,7 @@ class Sessions:
         try:
             blocks = read_session(path, self._manager.key_seed, self._block_bytes)
             while some := list(islice(blocks, BLOCKS_AT_ONCE)):
-                if not on_engine(lambda some=some: self._put(hold, some)):
+                if not on_engine(partial(self._put, hold, some)):
                     break
             return SessionInfo(name, hold.num_tokens, path.stat().st_size)
         except (OSError, SessionFileError) as error:
@@ -85,7 +86,7 @@ class Sessions:
 
     def _fetch(self, hold: ChainHold, on_engine: OnEngine) -> Iterator[SessionBlock]:
         for start in range(0, len(hold.blocks), BLOCKS_AT_ONCE):
-            yield from on_engine(lambda start=start: self._read(hold, start))
+            yield from on_engine(partial(self._read, hold, start))
 
     def _read(self, hold: ChainHold, start: int) -> list[SessionBlock]:
         return [
