@@ -48,19 +48,14 @@ class EvictionPolicy(Protocol):
 MIN_STALE_ENTRIES = 64
 """So many stale entries are tolerated however few blocks there are."""
 
-PRIOR_CHANCES = (0.25, 0.5, 0.75, 0.75)
-"""Chance that a block which was hit 0, 1, 2, 3 times or more is used again, before anything has been counted."""
-PRIOR_WEIGHT = 64.0
-"""Outcomes that the priors count for."""
-MIN_WINDOW = 512
-"""The counts of a class are halved when they pass this number, or that of the cached blocks if it is higher."""
-
-PROTECTED_HITS = 2
-PROTECTED_SHARE = 0.25
+PROTECTED_HITS = 1
+"""A block that was used again this often is protected: one hit, that is the second use."""
+PROTECTED_SHARE = 0.4
+"""Most cached blocks, as a share, that protection can hold against new ones."""
 COST_DOUBLES_AT_DEPTH = 2048
-"""Blocks before a block, at which attention costs as much as all the rest: 32K tokens, about right for 7B parameters.
+"""Blocks before a block at which attention costs as much as all the rest: 32K tokens, about right for 7B parameters.
 
-With h layers × attention width and P parameters a token costs 2·P operations and 4·h more per token before it.
+With P parameters a token costs 2·P operations, and 4 · layers · attention width more for each token before it.
 """
 
 
@@ -181,18 +176,16 @@ class LeastRecentlyUsed(LeafOrder):
 class ReuseValue(LeafOrder):
     """The leaf that is worth least goes first: chance of reuse × cost of recomputing it. Blocks have equal bytes.
 
-    Chance of reuse: what share of the blocks that were hit as often (0, 1, 2, 3 times or more) was used again before
-    it was evicted. The policy counts that itself, and halves its counts now and then, so that it follows the clients.
+    Chance of reuse: a block that was hit is likelier to be hit again than one that never was, and within either kind
+    the more recently used one is. Never-hit blocks give way first, so a scan cannot flush a shared prefix; but when
+    hit ones are more than `PROTECTED_SHARE` of the cached blocks, those give way, so that hot blocks that have gone
+    stale leave and new ones have time to be hit.
 
-    Cost: a block's tokens attend to all that lies before them, so cost rises with depth.
+    Cost: a block's tokens attend to all that lies before them. Where recomputing costs twice as much a block stays for
+    one more turnover of the cache: age counts blocks that were cached anew, and a bonus sets it off.
 
-    Age: GreedyDual (Young, "The k-server dual and loose competitiveness for paging", 1994; Cao and Irani, "Cost-aware
-    WWW proxy caching algorithms", 1997). A block's rank is its value plus the rank of the block evicted last before it
-    was added. So every rank is overtaken in the end, and among blocks of equal value the order is that of last use.
-
-    Protection: blocks hit twice or more give way only when nothing else is left, or when they are more than
-    `PROTECTED_SHARE` of the cached blocks. A scan, whose blocks are never hit, cannot flush them, and hot blocks that
-    have gone stale cannot keep the rest.
+    Two segments are those of SLRU (Karedla, Love and Wherry, "Caching strategies to improve disk system performance",
+    1994), but nothing moves between them while it is cached, so that a chain stays whole.
     """
 
     num_segments = 2
@@ -200,42 +193,20 @@ class ReuseValue(LeafOrder):
     def __init__(self, clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
         self._num_protected = 0
-        self._ages = [0.0, 0.0]  # per segment: the highest rank that was evicted
-        self._classes: dict[int, int] = {}  # by block id: hits when it was added
-        self._reused = [chance * PRIOR_WEIGHT for chance in PRIOR_CHANCES]
-        self._outcomes = [PRIOR_WEIGHT] * len(PRIOR_CHANCES)
-        self._chosen: IndexedBlock | None = None
+        self._num_new = 0
 
     def place(self, block: IndexedBlock) -> tuple[int, float]:
-        hits = min(block.num_hits, len(self._reused) - 1)
-        self._classes[block.block_id] = hits
-        segment = int(hits >= PROTECTED_HITS)
+        segment = int(block.num_hits >= PROTECTED_HITS)
         self._num_protected += segment
-        chance = self._reused[hits] / self._outcomes[hits]
-        return segment, self._ages[segment] + chance * (1.0 + block.depth / COST_DOUBLES_AT_DEPTH)
+        self._num_new += 1 - segment
+        return segment, self._num_new + len(self._blocks) * (block.depth / COST_DOUBLES_AT_DEPTH)
 
     def segments(self) -> Sequence[int]:
         return (1, 0) if self._num_protected > PROTECTED_SHARE * len(self._blocks) else (0, 1)
 
     def discard(self, block: IndexedBlock) -> None:
-        place = self._blocks[block.block_id]
-        is_evicted = block is self._chosen
-        self._num_protected -= place.segment
-        self._learn(self._classes.pop(block.block_id), is_reused=not is_evicted)
-        if is_evicted:
-            self._ages[place.segment] = max(self._ages[place.segment], place.rank)
+        self._num_protected -= self._blocks[block.block_id].segment
         super().discard(block)
-
-    def choose(self) -> IndexedBlock:
-        self._chosen = super().choose()
-        return self._chosen
-
-    def _learn(self, hits: int, *, is_reused: bool) -> None:
-        self._reused[hits] += is_reused
-        self._outcomes[hits] += 1
-        if self._outcomes[hits] > max(MIN_WINDOW, len(self._blocks)):
-            self._reused[hits] /= 2
-            self._outcomes[hits] /= 2
 
 
 POLICIES: dict[str, Callable[[Clock], EvictionPolicy]] = {"value": ReuseValue, "lru": LeastRecentlyUsed}
