@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from kvd.core import BLOCK_SIZE, Histogram, Snapshot
+from kvd.core import BLOCK_SIZE, Counters, Histogram, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HIT_RATE_WINDOW_SECONDS = 60.0
@@ -130,17 +130,22 @@ def _vllm_families(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _kvd_families(snapshot: Snapshot, hit_rate: float) -> Iterator[Metric]:
     names, values = ["model_name"], [_model_name(snapshot)]
-    counters, budget = snapshot.counters, snapshot.info.budget
+    budget = snapshot.info.budget
     blocks = GaugeMetricFamily("kvd:blocks", "KV blocks by state and tier.", labels=[*names, "state", "tier"])
-    for state, num_blocks in (
-        ("active", snapshot.num_blocks_active),
-        ("cached", snapshot.num_blocks_cached),
-        ("free", snapshot.num_blocks_free),
+    for state, tier, num_blocks in (
+        ("active", "device", snapshot.num_blocks_active),
+        ("cached", "device", snapshot.num_blocks_cached),
+        ("free", "device", snapshot.num_blocks_free),
+        ("used", "ram", snapshot.num_ram_blocks_used),
+        ("free", "ram", snapshot.num_ram_blocks - snapshot.num_ram_blocks_used),
     ):
-        blocks.add_metric([*values, state, "device"], num_blocks)
+        blocks.add_metric([*values, state, tier], num_blocks)
     yield blocks
     for name, help_text, value in (
         ("prefix_cache_hit_rate", "Hit tokens ÷ looked-up tokens over the last minute.", hit_rate),
+        ("pinned_blocks", "KV blocks that an operator has pinned.", float(snapshot.num_blocks_pinned)),
+        ("running_limit", "Requests that may run at the same time, as of now.", float(snapshot.running_limit)),
+        ("step_budget_tokens", "Tokens that the latest step was allowed.", float(snapshot.step_budget)),
         ("kv_bytes_per_token", "Bytes that one token takes in the KV cache.", budget.bytes_per_token),
         ("kv_bytes_per_token_16bit", "Bytes that it would take in 16 bits.", budget.bytes_per_token_16bit),
         ("weight_bytes", "Bytes of the model's weights in memory.", float(budget.weight_bytes)),
@@ -149,6 +154,10 @@ def _kvd_families(snapshot: Snapshot, hit_rate: float) -> Iterator[Metric]:
         gauge = GaugeMetricFamily(f"kvd:{name}", help_text, labels=names)
         gauge.add_metric(values, value)
         yield gauge
+    yield from _kvd_counters(snapshot.counters, names, values)
+
+
+def _kvd_counters(counters: Counters, names: list[str], values: list[str]) -> Iterator[Metric]:
     for name, help_text, count in (
         ("recomputed_tokens", "Tokens computed again after a preemption.", counters.recomputed_tokens),
         (
@@ -156,18 +165,45 @@ def _kvd_families(snapshot: Snapshot, hit_rate: float) -> Iterator[Metric]:
             "Prompt tokens computed, again or not.",
             counters.prefill_tokens_computed,
         ),
+        (
+            "partial_hit_tokens",
+            "Hit tokens copied out of a block that goes on differently, from whatever source.",
+            counters.partial_hit_tokens,
+        ),
+        ("dropped_tokens", "Tokens forgotten under kv_eviction.", counters.num_dropped_tokens),
+        ("saved_blocks", "Blocks written through to the RAM tier.", counters.num_saved_blocks),
+        ("unsaved_blocks", "Blocks not written through, since no slot was free.", counters.num_unsaved_blocks),
+        ("restored_blocks", "Blocks brought back from the RAM tier.", counters.num_restored_blocks),
         ("steps", "Steps of the engine.", counters.num_steps),
         ("step_seconds", "Seconds spent in steps.", counters.step_seconds),
     ):
         counter = CounterMetricFamily(f"kvd:{name}", help_text, labels=names)
         counter.add_metric(values, count)
         yield counter
-    evictions = CounterMetricFamily("kvd:evictions", "Cached blocks dropped, by reason.", labels=[*names, "reason"])
-    evictions.add_metric([*values, "capacity"], counters.num_evicted_blocks)
-    yield evictions
-    preemptions = CounterMetricFamily("kvd:preemptions", "Preemptions, by way.", labels=[*names, "way"])
-    preemptions.add_metric([*values, "recompute"], counters.num_preemptions)
-    yield preemptions
+    num_from_below = counters.ram_hit_tokens + counters.disk_hit_tokens
+    for name, help_text, label, parts in (
+        (
+            "prefix_hit_tokens",
+            "Prompt tokens found, by the tier they came from.",
+            "source",
+            {
+                "pool": max(0, counters.prefix_hit_tokens - num_from_below),
+                "ram": counters.ram_hit_tokens,
+                "disk": counters.disk_hit_tokens,
+            },
+        ),
+        ("evictions", "Cached blocks dropped, by reason.", "reason", {"capacity": counters.num_evicted_blocks}),
+        (
+            "preemptions",
+            "Preemptions, by way.",
+            "way",
+            {"recompute": counters.num_preemptions - counters.num_swaps, "swap": counters.num_swaps},
+        ),
+    ):
+        family = CounterMetricFamily(f"kvd:{name}", help_text, labels=[*names, label])
+        for value, count in parts.items():
+            family.add_metric([*values, value], count)
+        yield family
 
 
 def _model_name(snapshot: Snapshot) -> str:

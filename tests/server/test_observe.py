@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
+from dataclasses import fields, replace
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core import Histogram, LogEvent
+from kvd.core import Counters, Histogram, LogEvent, Snapshot
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.observe.event_log import EventLog
-from kvd.observe.metrics import HitRateWindow
+from kvd.observe.metrics import HitRateWindow, MetricsExporter
 from kvd.server.snapshot_json import decode_snapshot, encode_snapshot
 from kvd.text.text_model import TextModel
 from tests.server.fakes import FakeEngine
+
+METRICS_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 # --------------------------------------------------------------------------- histograms
 
@@ -58,6 +63,40 @@ def test_hit_rate_is_that_of_the_window() -> None:
     assert window.update(80, 90, 300) == pytest.approx(40 / 200), "what was before 20 s no longer counts"
     assert window.update(500, 190, 400) == 1.0, "since the last look, longer ago than the window"
     assert window.update(600, 190, 400) == 0.0
+
+
+# --------------------------------------------------------------------------- metrics
+
+
+async def test_every_number_of_engine_and_counters_is_exported(text_model: TextModel) -> None:
+    """A field that is added and not exported leaves the text as it was."""
+    snapshot = await FakeEngine(text_model).snapshot()
+    before = MetricsExporter().render(snapshot)
+    silent = []
+    for field in fields(Counters):
+        value: object = (("stop", 77_777),) if field.name == "finished" else 77_777
+        changed = replace(snapshot, counters=replace(snapshot.counters, **{field.name: value}))
+        silent += [field.name] if MetricsExporter().render(changed) == before else []
+    for field in fields(Snapshot):
+        if isinstance(getattr(snapshot, field.name), int):
+            changed = replace(snapshot, **{field.name: 77_777})
+            silent += [field.name] if MetricsExporter().render(changed) == before else []
+    assert not silent
+
+
+async def test_the_document_lists_exactly_the_series_that_there_are(text_model: TextModel) -> None:
+    text = MetricsExporter().render(await FakeEngine(text_model).snapshot()).decode()
+    exported = set()
+    for line in text.splitlines():
+        if line.startswith("# TYPE"):
+            _, _, name, kind = line.split()
+            exported.add((name.removesuffix("_total") if kind == "counter" else name, kind))
+    listed = set()
+    for line in METRICS_DOCUMENT.read_text(encoding="utf-8").splitlines():
+        if match := re.fullmatch(r"\| (`(?:vllm|kvd):.*`) \| (gauge|counter|histogram|info) \| .* \|", line):
+            kind = "gauge" if match[2] == "info" else match[2]
+            listed |= {(name, kind) for name in re.findall(r"`([a-z]+:[a-z0-9_]+)", match[1])}
+    assert listed == exported
 
 
 # --------------------------------------------------------------------------- event log

@@ -136,7 +136,9 @@ async def test_metrics_have_vllm_s_names_and_types(harness: Harness) -> None:
 async def test_metrics_are_the_snapshot(harness: Harness) -> None:
     harness.engine.counters = Counters(
         prompt_tokens=100, prompt_tokens_cached=60, generation_tokens=7, recomputed_tokens=3, prefix_query_tokens=100,
-        prefix_hit_tokens=60, num_preemptions=2, num_evicted_blocks=5, finished=(("stop", 4), ("length", 1)),
+        prefix_hit_tokens=60, num_preemptions=5, num_evicted_blocks=5, finished=(("stop", 4), ("length", 1)),
+        partial_hit_tokens=7, ram_hit_tokens=20, disk_hit_tokens=8, num_swaps=2, num_saved_blocks=11,
+        num_unsaved_blocks=12, num_restored_blocks=13, num_dropped_tokens=14,
     )  # fmt: skip
     harness.engine.observe("time_to_first_token_seconds", 0.001, 0.03, 9999.0)
     samples = await scrape(harness)
@@ -154,6 +156,19 @@ async def test_metrics_are_the_snapshot(harness: Harness) -> None:
     assert samples["kvd:blocks", "state=active,tier=device"] == 25
     assert samples["kvd:blocks", "state=cached,tier=device"] == 40
     assert samples["kvd:blocks", "state=free,tier=device"] == 35
+    assert samples["kvd:blocks", "state=used,tier=ram"] == 30
+    assert samples["kvd:blocks", "state=free,tier=ram"] == 20
+    assert samples["kvd:prefix_hit_tokens_total", "source=pool"] == 32
+    assert samples["kvd:prefix_hit_tokens_total", "source=ram"] == 20
+    assert samples["kvd:prefix_hit_tokens_total", "source=disk"] == 8
+    assert samples["kvd:partial_hit_tokens_total", ""] == 7
+    assert samples["kvd:preemptions_total", "way=recompute"] == 3
+    assert samples["kvd:preemptions_total", "way=swap"] == 2
+    assert samples["kvd:saved_blocks_total", ""] == 11
+    assert samples["kvd:unsaved_blocks_total", ""] == 12
+    assert samples["kvd:restored_blocks_total", ""] == 13
+    assert samples["kvd:dropped_tokens_total", ""] == 14
+    assert (samples["kvd:running_limit", ""], samples["kvd:step_budget_tokens", ""]) == (12, 80)
     assert samples["kvd:evictions_total", "reason=capacity"] == 5
     assert samples["kvd:recomputed_tokens_total", ""] == 3
     assert samples["kvd:kv_bytes_per_token", ""] == 7000.5
