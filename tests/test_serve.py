@@ -302,7 +302,7 @@ def test_the_budget_is_told_in_numbers() -> None:
     assert lines == [
         "memory: 8.00 GiB free; weights 128 MiB, activations 64 MiB, KV cache 1.00 GiB",
         "KV cache: 1,000 blocks of 16 tokens, int8, 23.44 KiB per token (50% of 16 bits)",
-        "fits: 7 requests of 2,048 tokens, 1 of 8,192; at most 16 run at once",
+        "fits: 7 requests of 2,048 tokens, 1 of 8,192; at most 32 run at once",
     ]
     assert fitting(info().budget, 100) == "142 requests of 100 tokens"
     assert size(0) == "0 B"

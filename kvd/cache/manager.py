@@ -144,7 +144,7 @@ class CacheManager:
             ahead = max(group.lead, len(steps))
             last = num_total if not group.window else min(num_total, num_shared + ahead)
             shared = [(number, sequence.chain.keys[number]) for number in range(first, num_shared)]
-            wants.append([*shared, *[(number, None) for number in range(num_shared, max(last, num_shared + 1))]])
+            wants.append([*shared, *[(number, None) for number in range(num_shared, last)]])
         if not self._acquire(sequence, wants, num_spare_blocks):
             return Refusal.NO_ROOM
         sequence.num_published = num_shared
@@ -310,12 +310,16 @@ class CacheManager:
 
         Returns how many blocks of the pools were dropped, over all groups.
         """
+        self.tiers.reset()
+        return self.drop_cached()
+
+    def drop_cached(self) -> int:
+        """Drop every cached block of the pools; the lower tiers keep what they have."""
         num_dropped = 0
         for group in self._groups:
             while group.pool.num_cached:
                 group.evict()
                 num_dropped += 1
-        self.tiers.reset()
         self.num_changes += 1
         return num_dropped
 

@@ -36,7 +36,7 @@ from kvd_kernels.kv_format import KVFormat
 from kvd_kernels.ops import Ops
 from kvd_kernels.weights import stored_bytes
 
-AUTO_MAX_NUM_SEQS = 16
+AUTO_MAX_NUM_SEQS = 32
 AUTO_MAX_BATCHED_TOKENS = 256
 
 

@@ -45,8 +45,8 @@ def size_tiers(config: Config, kv_format: KVFormat) -> TierSizes:
     Raises NotEnoughMemory where `swap_space` is smaller than one block of every group.
     """
     num_bytes = int(config.swap_space * GIB)
-    if config.disk_cache is not None:
-        num_bytes = max(num_bytes, STAGING_BYTES)
+    if config.disk_cache is not None and not num_bytes:
+        num_bytes = STAGING_BYTES
     num_slots = num_bytes // kv_format.block_bytes
     if config.swap_space and not num_slots:
         raise NotEnoughMemory(

@@ -137,7 +137,7 @@ class Engine:
         self._log("debug", traceback.format_exc())
         self._last_progress = time.monotonic()
         self._finish(self._scheduler.fail_all(message))
-        self._scheduler.reset_cache()
+        self._scheduler.cache.drop_cached()
 
     def _finish(self, events: list[TokenEvent]) -> None:
         """Deliver events of requests that ended outside a step."""
