@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from kvd.cache.disk_blocks import BlockHead, StoredBlock, pack_token_ids
 from kvd.cache.disk_folder import DiskFolder, DiskStoreError
@@ -26,6 +28,8 @@ from kvd.cache.disk_store import DiskStore, smallest_size
 from kvd.cache.tiers import SlowDone
 from kvd.engine.disk_lane import DiskJob, Lane, RareLines, Rate
 from kvd.errors import StartupError
+
+_Result = TypeVar("_Result")
 
 _MAX_QUEUED_STORES = 256
 _MAX_QUEUED_LOADS = 1024
@@ -196,6 +200,19 @@ class DiskLink:
         if line is not None:
             self._log(line)
 
+    def _attempt(self, participle: str, action: Callable[[], _Result], otherwise: _Result) -> _Result:
+        """Do something with the disk; on an error of any kind warn and go on.
+
+        A thread that ended would leave slots held for ever.
+        """
+        try:
+            return action()
+        except DiskStoreError as error:
+            self._warn(f"the disk cache could not be {participle}: {error}")
+        except Exception as error:
+            self._warn(f"the disk cache failed: {error!r}")
+        return otherwise
+
     def _follow(self) -> None:
         """When the block file was replaced, by a store or by anybody else, nothing that was known is in it."""
         with self._file_lock:
@@ -207,49 +224,38 @@ class DiskLink:
     # ------------------------------------------------------------------ the writing thread
 
     def _write_until_closed(self) -> None:
-        self._list_blocks()
+        self._attempt("listed", self._list_blocks, None)
         while True:
             jobs = self._stores.take(_BLOCKS_PER_BATCH, linger_seconds=_LINGER_SECONDS, idle_seconds=_IDLE_SECONDS)
             if jobs is None:
                 break
             num_stored = 0
-            try:
-                if self._reset_wanted.is_set():
-                    self._empty_files()
-                if jobs and time.monotonic() < self._deadline:
-                    num_stored = self._write(jobs)
-                self._touch()
-            except DiskStoreError as error:
-                self._warn(f"the disk cache could not be written: {error}")
-            except Exception as error:
-                # A thread that ends would leave slots held for ever.
-                self._warn(f"the disk cache failed: {error!r}")
+            # A reset empties the files before anything of its epoch is written, and nothing older is written any more.
+            epoch = self._index.epoch
+            stale = [job for job in jobs if job.epoch != epoch]
+            jobs = [job for job in jobs if job.epoch == epoch]
+            if self._reset_wanted.is_set():
+                self._attempt("emptied", self._empty_files, None)
+            if jobs and not self._reset_wanted.is_set() and time.monotonic() < self._deadline:
+                num_stored = self._attempt("written", partial(self._write, jobs, epoch), 0)
+            self._attempt("written", self._touch, None)
             self._num_stored += num_stored
-            self._num_stores_failed += len(jobs) - num_stored
+            self._num_stores_failed += len(stale) + len(jobs) - num_stored
             self._answer(jobs[:num_stored], is_ok=True)
-            self._answer(jobs[num_stored:], is_ok=False)
+            self._answer(jobs[num_stored:] + stale, is_ok=False)
         if self._reset_wanted.is_set():
-            try:
-                self._empty_files()
-            except DiskStoreError as error:
-                self._log(f"the disk cache could not be emptied: {error}")
+            self._attempt("emptied", self._empty_files, None)
         self._writing_store.close()
 
     def _list_blocks(self) -> None:
         epoch = self._index.epoch
-        try:
-            for heads in self._writing_store.heads():
-                self._index.add(heads, epoch)
-                if epoch != self._index.epoch or self._deadline < float("inf"):
-                    return
-        except DiskStoreError as error:
-            self._warn(f"the disk cache could not be listed: {error}")
+        for heads in self._writing_store.heads():
+            self._index.add(heads, epoch)
+            if epoch != self._index.epoch or self._deadline < float("inf"):
+                return
 
-    def _write(self, jobs: Sequence[DiskJob]) -> int:
+    def _write(self, jobs: Sequence[DiskJob], epoch: int) -> int:
         """Store the jobs in order; returns how many of them are stored."""
-        epoch = jobs[-1].epoch
-        if epoch != self._index.epoch or jobs[0].epoch != epoch:
-            return 0
         blocks = [StoredBlock(job.group_id, job.key, job.parent_key, job.token_ids, job.view) for job in jobs]
         start = time.perf_counter()
         result = self._writing_store.put_many(blocks)
@@ -257,11 +263,11 @@ class DiskLink:
         self._write_rate.add(sum(len(block.data) for block in stored), time.perf_counter() - start)
         self._follow()
         self._num_evicted += len(result.evicted)
-        self._index.remove(result.evicted)
         heads = [
             BlockHead(block.group_id, block.key, block.parent_key, pack_token_ids(block.token_ids)) for block in stored
         ]
         self._index.add(heads, epoch)
+        self._index.remove(result.evicted)
         if result.error is not None:
             self._warn(f"the disk cache could not be written: {result.error}")
         if epoch != self._index.epoch:
@@ -283,19 +289,13 @@ class DiskLink:
     # ------------------------------------------------------------------ the reading thread
 
     def _read_until_closed(self) -> None:
-        self._measure()
+        self._attempt("read", self._measure, None)
         while True:
             jobs = self._loads.take(1, linger_seconds=0.0, idle_seconds=_IDLE_SECONDS)
             if jobs is None:
                 break
             for job in jobs:
-                is_ok = False
-                try:
-                    is_ok = job.epoch == self._index.epoch and self._read(job)
-                except DiskStoreError as error:
-                    self._warn(f"the disk cache could not be read: {error}")
-                except Exception as error:
-                    self._warn(f"the disk cache failed: {error!r}")
+                is_ok = self._attempt("read", partial(self._read, job), False)
                 self._num_loaded += is_ok
                 self._num_loads_failed += not is_ok
                 self._answer([job], is_ok=is_ok)
@@ -304,16 +304,15 @@ class DiskLink:
     def _measure(self) -> None:
         """A first rate, from blocks of an earlier run, for those who decide between loading and computing."""
         start = time.perf_counter()
-        try:
-            num_bytes = self._reading_store.read_some(_NUM_MEASURED_BLOCKS)
-        except DiskStoreError as error:
-            self._warn(f"the disk cache could not be read: {error}")
-        else:
-            if num_bytes:
-                self._read_rate.add(num_bytes, time.perf_counter() - start)
+        num_bytes = self._reading_store.read_some(_NUM_MEASURED_BLOCKS)
+        if num_bytes:
+            self._read_rate.add(num_bytes, time.perf_counter() - start)
 
     def _read(self, job: DiskJob) -> bool:
         name = job.group_id, job.key
+        # After a reset the files still have the block for a moment, the index does not.
+        if job.epoch != self._index.epoch or name not in self._index:
+            return False
         start = time.perf_counter()
         try:
             is_ok = self._reading_store.read_into(job.group_id, job.key, job.view)

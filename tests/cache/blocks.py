@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.cache.disk_blocks import StoredBlock
-from kvd.cache.disk_folder import DiskFolder
+from kvd.cache.disk_folder import DiskFolder, DiskStoreError
 from kvd.cache.disk_store import DiskStore
 from kvd.cache.prefix_index import KeyChain
 from kvd.core import BLOCK_SIZE
@@ -39,13 +39,6 @@ def chain(number: int, num_blocks: int, *, num_bytes: int = 5000, group_id: int 
     ]
 
 
-def chains(num_blocks: int, *, num_bytes: int = 5000, first: int = 0) -> Iterator[list[StoredBlock]]:
-    """Chains without end."""
-    while True:
-        yield chain(first, num_blocks, num_bytes=num_bytes)
-        first += 1
-
-
 def read(store: DiskStore, block: StoredBlock) -> bool:
     """Read a block; whether it is there. What is there must be right."""
     view = memoryview(bytearray(len(block.data)))
@@ -61,19 +54,26 @@ def folder_bytes(path: Path) -> int:
     return sum(entry.stat().st_size for entry in path.iterdir())
 
 
-def fill_for_ever(path: str, size_bytes: int, num_bytes: int, first: int) -> None:
-    """Write chains until killed. Prints a line when the first ones are in."""
+def fill(path: str, size_bytes: int, num_bytes: int, first: int, num_chains: int) -> None:
+    """Write and read chains. Prints a line when the first one is in, and how many blocks were not stored at the end."""
 
     def complain(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     store = DiskStore(DiskFolder(path, complain), size_bytes, complain)
-    for number, blocks in enumerate(chains(8, num_bytes=num_bytes, first=first)):
-        store.put_many(blocks)
-        store.touch([(block.group_id, block.key) for block in blocks[:2]])
+    num_left_out = 0
+    for number in range(num_chains):
+        blocks = chain(first + number, 8, num_bytes=num_bytes)
+        num_left_out += len(blocks) - store.put_many(blocks).num_stored
+        for block in blocks:
+            read(store, block)
+        with contextlib.suppress(DiskStoreError):
+            store.touch([(block.group_id, block.key) for block in blocks[:2]])
         if not number:
             print("filling", flush=True)
+    store.close()
+    print(num_left_out, flush=True)
 
 
 if __name__ == "__main__":
-    fill_for_ever(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    fill(sys.argv[1], *map(int, sys.argv[2:]))

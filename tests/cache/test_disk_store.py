@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cache.disk_folder import DATABASE_NAME, DiskFolder
+from kvd.cache.disk_blocks import StoredBlock
+from kvd.cache.disk_folder import DATABASE_NAME, DiskFolder, DiskStoreError
 from kvd.cache.disk_store import DiskStore, smallest_size
 from kvd.errors import StartupError
 from tests.cache.blocks import chain, folder_bytes, read
@@ -135,7 +136,7 @@ def test_the_folder_stays_within_its_size(open_store: Open, path: Path) -> None:
         stored += [(0, block.key) for block in chain(number, 16, num_bytes=1)]
         evicted += result.evicted
         largest = max(largest, folder_bytes(path))
-    assert 60 * 16 * 60_000 > 3 * SIZE
+    assert 3 * SIZE < 60 * 16 * 60_000
     assert SIZE // 2 < largest <= SIZE
     assert len(evicted) == len(set(evicted))
     assert set(store.keys()) == set(stored) - set(evicted)
@@ -254,7 +255,8 @@ def test_a_flipped_bit_in_any_column_is_a_miss(open_store: Open, path: Path, tab
             where = "id = (SELECT id FROM block WHERE key = ?)"
             (value,) = other.execute(f"SELECT {column} FROM {table} WHERE {where}", (victim.key,)).fetchone()
             if isinstance(value, int):
-                num_bits, flipped = 12, value ^ 1 << bit
+                num_bits = 12
+                flipped: int | bytes = value ^ 1 << bit
             else:
                 num_bits = 8 * len(value)
                 flipped = bytes(b ^ (1 << bit % 8 if place == bit // 8 else 0) for place, b in enumerate(value))
@@ -338,7 +340,7 @@ def test_a_file_of_another_version_or_program_is_begun_anew(open_store: Open, pa
 
 
 def test_damage_anywhere_in_the_file_gives_right_blocks_or_misses(open_store: Open, path: Path) -> None:
-    """Pages overwritten, the file cut: the store never returns a wrong byte and never raises."""
+    """Pages overwritten, the file cut: the store never returns a wrong byte, and no error but its own."""
     blocks = [block for number in range(6) for block in chain(number, 8, num_bytes=60_000)]
     store = open_store()
     store.put_many(blocks)
@@ -367,11 +369,7 @@ def test_damage_anywhere_in_the_file_gives_right_blocks_or_misses(open_store: Op
     assert num_found > 60 * len(blocks) // 10
 
 
-def _read_or_nothing(store: DiskStore, block: object) -> bool:
-    from kvd.cache.disk_blocks import StoredBlock
-    from kvd.cache.disk_folder import DiskStoreError
-
-    assert isinstance(block, StoredBlock)
+def _read_or_nothing(store: DiskStore, block: StoredBlock) -> bool:
     try:
         return read(store, block)
     except DiskStoreError:
@@ -379,8 +377,6 @@ def _read_or_nothing(store: DiskStore, block: object) -> bool:
 
 
 def _names_or_nothing(store: DiskStore) -> Iterator[tuple[int, bytes]]:
-    from kvd.cache.disk_folder import DiskStoreError
-
     try:
         yield from store.keys()
     except DiskStoreError:
