@@ -42,8 +42,8 @@ _KV_NAMES = {
     "fp8": "fp8_e4m3",
 }
 _MAX_COUNT = 2**40
-MIN_KV_EVICTION_TOKENS = 128
-"""What a request that forgets tokens holds at least: its first tokens, a window, and room to forget in strides."""
+MIN_KV_EVICTION_TOKENS = 64
+"""What a request that forgets tokens holds at least: a block of first tokens, one to forget, and the two newest."""
 NOT_YET = "in this version"
 
 

@@ -422,7 +422,7 @@ def test_what_has_no_effect_yet_is_announced() -> None:
         ("--disk-cache path=/x,size=1GiB", "disk_cache", DiskCache("/x", 2**30)),
         ("--kv-eviction streaming", "kv_eviction", "streaming"),
         ("--kv-eviction-tokens 1K", "kv_eviction_tokens", 1024),
-        ("--kv-eviction-tokens 128", "kv_eviction_tokens", 128),
+        ("--kv-eviction-tokens 64", "kv_eviction_tokens", 64),
         ("--max-cached-tokens 0", "max_cached_tokens", 0),
         ("--cache-eviction lru", "cache_eviction", "lru"),
         ("--keep-tool-turns 0", "keep_tool_turns", 0.0),
@@ -438,7 +438,7 @@ def test_settings_of_cache_and_scheduler_are_taken_as_they_are(line: str, name: 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("--kv-eviction-tokens 127", "--kv-eviction-tokens: expected a whole number ≥ 128"),
+        ("--kv-eviction-tokens 63", "--kv-eviction-tokens: expected a whole number ≥ 64"),
         ("--kv-eviction window", "--kv-eviction: expected one of none, sliding_window, streaming, heavy_hitter"),
         ("--cache-eviction fifo", "--cache-eviction: expected one of value, lru"),
         ("--target-itl-ms -1", "--target-itl-ms: expected a number ≥ 0"),

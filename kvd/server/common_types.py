@@ -17,7 +17,7 @@ from kvd.server.validation import check_choice, check_object, check_range, check
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
-MIN_KV_BUDGET_TOKENS = 128
+MIN_KV_BUDGET_TOKENS = 64
 """Least that a request which forgets tokens may hold, as in the setting kv_eviction_tokens."""
 _INT64 = (-(2**63), 2**63 - 1)
 _INT32 = (-(2**31), 2**31 - 1)

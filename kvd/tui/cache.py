@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvd.core import Counters
 from kvd.tui.charts import area
 from kvd.tui.format import NOTHING, exact, fit_right, percent, short_count
 from kvd.tui.palette import gradient
-from kvd.tui.panel import Panel, Spans, justify
+from kvd.tui.panel import Panel, Spans, crop, justify
 from kvd.tui.view import Link, View
 
-_NUM_FACTS = 5
 _MIN_GRAPH_ROWS = 3
 
 
@@ -16,7 +16,15 @@ class CachePanel(Panel):
     """Hit rate in tokens, evictions, preemptions and what had to be computed again."""
 
     def titles(self, view: View | None, link: Link) -> tuple[str, str]:
-        return "Prefix cache", ""
+        if view is None:
+            return "Prefix cache", ""
+        snapshot = view.snapshot
+        facts = []
+        if snapshot.num_ram_blocks:
+            facts.append(f"RAM {short_count(snapshot.num_ram_blocks_used)} of {short_count(snapshot.num_ram_blocks)}")
+        if snapshot.num_blocks_pinned:
+            facts.append(f"{short_count(snapshot.num_blocks_pinned)} pinned")
+        return "Prefix cache", ", ".join(facts)
 
     def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:
         if view is None:
@@ -43,12 +51,17 @@ class CachePanel(Panel):
                 (("off: every prompt is computed whole", "warning"),),
                 (("set enable_prefix_caching: true", "muted"),),
             ]
-        lines += [
-            _fact("evicted", counters.num_evicted_blocks, " blocks", recent.evicted_blocks, width),
-            _fact("preempted", counters.num_preemptions, "", recent.preemptions, width, alarming=True),
-            _fact("recomputed", counters.recomputed_tokens, " tok", recent.recomputed_tokens, width),
-        ]
-        rows = height - _NUM_FACTS - 1
+        sources = _sources(counters)
+        if sources:
+            lines.append(crop((("└ ", "muted"), (sources, "text")), width))
+        lines.append(_fact("evicted", counters.num_evicted_blocks, " blocks", recent.evicted_blocks, width))
+        unit, is_low = "", bool(sources) and height < len(lines) + 2
+        if is_low:
+            unit = f", {short_count(counters.recomputed_tokens)} tok again"
+        lines.append(_fact("preempted", counters.num_preemptions, unit, recent.preemptions, width, alarming=True))
+        if not is_low:
+            lines.append(_fact("recomputed", counters.recomputed_tokens, " tok", recent.recomputed_tokens, width))
+        rows = height - len(lines) - 1
         if rows >= _MIN_GRAPH_ROWS and view.snapshot.info.prefix_caching:
             graph: list[Spans] = [justify((("hit rate", "muted"),), (("top 100%", "faint"),), width)]
             drawn = area(view.series.hit_ratio, width, rows - 1, 1.0)
@@ -57,6 +70,16 @@ class CachePanel(Panel):
                 graph.append(((row if above else row.replace(" ", "▁"), gradient("hits", above, len(drawn))),))
             lines = [*graph, (), *lines]
         return lines
+
+
+def _sources(counters: Counters) -> str:
+    """Hit tokens that did not come whole from the pool: from RAM, from disk, and of a part of a block."""
+    parts = (
+        ("RAM", counters.ram_hit_tokens),
+        ("disk", counters.disk_hit_tokens),
+        ("part", counters.partial_hit_tokens),
+    )
+    return " ".join(f"{name} {short_count(count)}" for name, count in parts if count)
 
 
 def _fact(name: str, total: int, unit: str, recently: int, width: int, *, alarming: bool = False) -> Spans:

@@ -10,14 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvd.core import RequestView
+from kvd.core import RequestState, RequestView
 from kvd.tui.charts import meter
 from kvd.tui.format import age, duration, percent, rate, short_count, short_id
 
 Cell = tuple[str, str]
 """Text and style name."""
 
-_STATE_STYLES = {"decode": "decode", "prefill": "prefill", "waiting": "muted", "preempted": "warning"}
+_STATE_STYLES: dict[RequestState, str] = {
+    "decode": "decode",
+    "prefill": "prefill",
+    "restoring": "cached",
+    "waiting": "muted",
+    "preempted": "warning",
+    "swapped": "warning",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,13 +40,15 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("TTFT", "time to first token; median and 95th percentile"),
             ("ITL", "time between the tokens of one request"),
             ("60s, all", "over the last minute; since start where that saw nothing"),
-            ("step", "tokens of the latest forward pass, and how long it took"),
+            ("step", "tokens of the latest step, of those allowed; its time"),
         ),
     ),
     (
         "Prefix cache",
         (
             ("hit rate", "prompt tokens found in the cache, of those looked up"),
+            ("└", "hit tokens from RAM, from disk, and of parts of blocks"),
+            ("RAM, pinned", "blocks in the RAM tier; blocks that stay"),
             ("evicted", "cached blocks given up; at the right: in the last minute"),
             ("preempted", "requests put back because no block was free"),
             ("recomputed", "tokens computed a second time after that"),
@@ -55,7 +57,9 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Requests",
         (
-            ("state", "waiting, prefill with its progress, decode, preempted"),
+            ("limit", "requests that may run at the same time, as of now"),
+            ("state", "waiting, restoring from RAM or disk, prefill with its"),
+            ("", "progress, decode; preempted, swapped: back in the queue"),
             ("hit", "share of the prompt that came from the cache"),
             ("output", "tokens generated / max_tokens"),
             ("blks", "KV blocks held"),

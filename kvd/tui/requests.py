@@ -108,6 +108,8 @@ class RequestsPanel(Panel, can_focus=True):
             return "Requests", ""
         snapshot = view.snapshot
         title = f"Requests  {exact(snapshot.num_running)} running, {exact(snapshot.num_waiting)} waiting"
+        if snapshot.running_limit:
+            title += f", limit {exact(snapshot.running_limit)}"
         last = min(len(view.requests), self._top + self._page)
         return title, f"{self._top + 1}–{last} of {len(view.requests)}" if view.requests else ""
 

@@ -65,9 +65,10 @@ def _graph(name: str, value: float | None, series: tuple[float | None, ...], wid
 
 def _latencies(view: View, width: int) -> list[Spans]:
     step = view.snapshot.last_step
-    mix = f"{step.num_decode_tokens} decode + {step.num_prefill_tokens} prefill"
+    allowed = f" of {view.snapshot.step_budget}" if view.snapshot.step_budget else ""
+    mix = f"{step.num_decode_tokens} decode + {step.num_prefill_tokens} prefill{allowed}"
     if len(mix) + 16 > width:
-        mix = f"{step.num_decode_tokens} dec + {step.num_prefill_tokens} pre"
+        mix = f"{step.num_decode_tokens} dec + {step.num_prefill_tokens} pre{allowed}"
     return [
         _latency("TTFT", view.ttft, width),
         _latency("ITL", view.itl, width),

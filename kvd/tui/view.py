@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from kvd.core import RequestView, Snapshot
+from kvd.core import RequestState, RequestView, Snapshot
 from kvd.tui import rates
 from kvd.tui.rates import Point, Quantile
 
@@ -23,7 +23,9 @@ SMOOTHING_SECONDS = 2.0
 MAX_COLUMNS = 400
 """Polls kept for graphs: more than the cells of the widest graph that anybody looks at."""
 
-_STATE_ORDER = {"decode": 0, "prefill": 0, "preempted": 1, "waiting": 2}
+_STATE_ORDER: dict[RequestState, int] = {
+    "decode": 0, "prefill": 0, "restoring": 0, "preempted": 1, "swapped": 1, "waiting": 2
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

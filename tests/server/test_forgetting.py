@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from kvd.config import MIN_KV_EVICTION_TOKENS, SETTINGS
-from kvd.core import KVEviction
+from kvd.core import BLOCK_SIZE, KVEviction
+from kvd.scheduler.dropping import MIN_BUDGET_BLOCKS
 from kvd.server.common_types import MIN_KV_BUDGET_TOKENS
 from tests.server.conftest import USER, Harness, StartServer
 from tests.server.fakes import parse_events
@@ -22,13 +23,13 @@ each_endpoint = pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 
 def test_settings_and_fields_agree() -> None:
     assert SETTINGS["kv_eviction"].kind.words == get_args(KVEviction)  # type: ignore[attr-defined]
-    assert MIN_KV_BUDGET_TOKENS == MIN_KV_EVICTION_TOKENS
+    assert MIN_KV_BUDGET_TOKENS == MIN_KV_EVICTION_TOKENS == MIN_BUDGET_BLOCKS * BLOCK_SIZE
 
 
 @each_endpoint
 @pytest.mark.parametrize("mode", get_args(KVEviction))
 async def test_the_engine_gets_what_was_asked_for(harness: Harness, path: str, body: dict[str, Any], mode: str) -> None:
-    budget = None if mode == "none" else 128
+    budget = None if mode == "none" else MIN_KV_BUDGET_TOKENS
     status, _ = await harness.post(path, {**body, "kv_eviction": mode, "kv_budget_tokens": budget})
     assert status == 200
     assert {(each.kv_eviction, each.kv_budget_tokens) for each in harness.engine.submitted} == {(mode, budget)}

@@ -94,7 +94,7 @@ def snapshot(
     counters: Counters | None = None,
     **fields: object,
 ) -> Snapshot:
-    waiting = sum(r.state in ("waiting", "preempted") for r in requests)
+    waiting = sum(r.state in ("waiting", "preempted", "swapped") for r in requests)
     view = Snapshot(
         time=time,
         uptime_seconds=754.0,

@@ -140,6 +140,35 @@ async def test_a_busy_engine_shows_everything_essential(size: tuple[int, int]) -
         assert all(len(line) <= size[0] for line in screen.lines)
 
 
+@SIZES
+async def test_tiers_pins_and_limits_are_shown(size: tuple[int, int]) -> None:
+    first = busy()
+    counters = replace(first.counters, ram_hit_tokens=2_000, disk_hit_tokens=500, partial_hit_tokens=45)
+    rows = (row(1, state="restoring"), row(2, state="swapped"), *first.requests[2:])
+    tiers = replace(
+        first, counters=counters, requests=rows, num_ram_blocks=4096, num_ram_blocks_used=1234, num_blocks_pinned=77,
+        running_limit=16, step_budget=96,
+    )  # fmt: skip
+    async with running(tiers, size=size) as screen:
+        text = screen.text
+        for word in (
+            "RAM 1,234 of 4,096, 77 pinned", "└ RAM 2,000 disk 500 part 45", "evicted    120", "preempted  3",
+            "16 running, 12 waiting, limit 16", "restoring", " of 96",
+        ):  # fmt: skip
+            assert word in text, word
+        assert ("3, 2,345 tok again" if size[1] < 40 else "recomputed 2,345") in text
+        await screen.press("end")
+        states = [line for line in screen.lines if "swapped" in line]
+        assert states or size[1] < 40, "the table at 80x24 shows fewer rows than there are"
+
+
+async def test_a_swapped_request_is_a_row_like_others() -> None:
+    async with running(snapshot(requests=(row(1, state="swapped"), row(2, state="waiting")))) as screen:
+        first, second = (line for line in screen.lines if "swapped" in line or "waiting  " in line)
+        assert "swapped" in first, "it comes before those that never ran"
+        assert "waiting" in second
+
+
 async def test_rates_come_from_the_difference_of_two_polls() -> None:
     first = busy()
     async with running(first) as screen:
