@@ -300,8 +300,16 @@ def restore_beats_recompute(rates: Rates, num_bytes: int, num_tokens: int, *, fr
 
 
 def _weighted_quantile(samples: list[tuple[float, float]], quantile: float) -> float:
-    """Of (value, weight) pairs; no weight counts for more than a fifth of all."""
-    cap = sum(weight for _, weight in samples) / 5
+    """Of (value, weight) pairs; no weight counts for more than a fifth of all, of five or less each the same."""
+    weights = sorted((weight for _, weight in samples), reverse=True)
+    cap, rest = weights[-1], sum(weights)
+    if len(weights) > 5:
+        # The largest weights are cut until what is left of each is a fifth of what is left of all.
+        for num_cut, largest in enumerate(weights[:5]):
+            cap = rest / (5 - num_cut)
+            if largest <= cap:
+                break
+            rest -= largest
     samples = sorted((value, min(weight, cap)) for value, weight in samples)
     # A hair less, so that rounding does not decide between two neighbours.
     rest = quantile * sum(weight for _, weight in samples) * (1 - 1e-9)

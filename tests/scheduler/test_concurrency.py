@@ -142,6 +142,16 @@ def test_steps_that_all_compute_prompts_are_compared_as_a_whole() -> None:
     assert 24 <= limit.limit <= 64
 
 
+def test_decode_steps_are_not_compared_with_steps_of_any_kind() -> None:
+    limit = ConcurrencyLimit(64, is_auto=True)
+    for _ in range(MIXED_WINDOW):
+        limit.observe_step(START, 10, START + 10, 100.0, 0)
+    assert limit.limit == 2 * START
+    for _ in range(WINDOW):
+        limit.observe_step(2 * START, 10, 2 * START, 0.1, 0)
+    assert limit.limit == START // 2, "twice as many were not taken for better"
+
+
 # --------------------------------------------------------------------------- nothing to learn
 
 
@@ -252,6 +262,7 @@ def test_it_follows_a_machine_that_changes(first: str, second: str) -> None:
     limit = ConcurrencyLimit(64, is_auto=True)
     server = Server(limit, CURVES[first])
     settle(server, 64)
+    server.run(5 * MAX_HOLD)
     server.curve = CURVES[second]
     server.run(MAX_HOLD + 8 * (WINDOW + 64))
     assert share_of_best(limit, CURVES[second], 64) >= 0.9

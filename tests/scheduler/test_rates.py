@@ -101,6 +101,55 @@ def test_one_odd_step_changes_next_to_nothing(factor: float, outlier: tuple[int,
     assert 0.8 * before <= after <= 1.25 * before
 
 
+def test_one_large_odd_chunk_does_not_outvote_many_small_ones() -> None:
+    rates = Rates()
+    for _ in range(15):
+        rates.observe_step(64, 0, 0.064)
+    rates.observe_step(4000, 0, 200.0)
+    assert rates.prefill_tokens_per_second == pytest.approx(1000)
+
+
+def test_a_lone_fast_chunk_does_not_open_the_gates() -> None:
+    rates = Rates()
+    for _ in range(8):
+        rates.observe_step(0, 8, 0.02)
+        rates.observe_step(120, 8, 0.02 + 120 * 0.0005)
+    before = step_budget(rates, target_seconds=0.12, max_tokens=4096, num_decodes=8)
+    rates.observe_step(2000, 0, 0.001)
+    after = step_budget(rates, target_seconds=0.12, max_tokens=4096, num_decodes=8)
+    assert after <= 2 * before
+
+
+def test_a_lone_slow_chunk_is_forgotten_within_a_window() -> None:
+    rates = Rates()
+    rates.observe_step(0, 8, 0.02)
+    for num_prefill, seconds in ((120, 0.08), (300, 50.0)):
+        rates.observe_step(num_prefill, 8, seconds)
+    held_back = step_budget(rates, target_seconds=0.12, max_tokens=4096, num_decodes=8)
+    assert 120 <= held_back < 140
+    for _ in range(32):
+        rates.observe_step(120, 8, 0.02 + 120 * 0.0005)
+    assert step_budget(rates, target_seconds=0.12, max_tokens=4096, num_decodes=8) == 8 + 200
+
+
+def test_between_and_beyond_the_sizes_that_were_seen() -> None:
+    """(tokens, seconds) of single steps → tokens within a time."""
+    for steps, seconds, expected in (
+        ([(64, 0.010), (128, 0.010)], 0.015, 192),  # level, and then in proportion
+        ([(64, 0.010), (128, 0.030)], 0.020, 96),  # between the two
+        ([(64, 0.010), (128, 0.030)], 0.035, 128 + 16),  # as steep as it was last
+        ([(120, 0.040), (130, 0.021)], 0.045, 130 + 16.25),  # more tokens never take less
+        ([(64, 0.010)], 0.005, 32),
+        ([(64, 0.010)], 1.0, 128),  # twice the largest
+        ([(8, 0.010)], 1.0, FIRST_PREFILL_TOKENS),
+    ):
+        rates = Rates()
+        for step in steps:
+            rates.observe_step(step[0], 0, step[1])
+        assert rates.prefill_tokens_within(seconds) == pytest.approx(expected)
+    assert Rates().prefill_tokens_within(1.0) is None
+
+
 def test_a_lasting_change_is_taken_over_within_a_window() -> None:
     rates = Rates()
     teach(rates)
