@@ -2,8 +2,9 @@
 
     python packaging/measure_planning.py
 
-Prints medians and the slowest of many rounds: planning and committing one decode step with 256 requests running and 1,000
-waiting; hashing and matching a prompt of 32K tokens; slots of KV blocks that hold no token, over all running requests.
+Prints medians and the slowest of many rounds: planning and committing one decode step with 256 requests running and
+1,000 waiting; hashing and matching a prompt of 32K tokens; slots of KV blocks that hold no token, over all running
+requests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ NUM_RUNNING, NUM_WAITING = 256, 1000
 
 
 def milliseconds(seconds: list[float]) -> str:
-    return f"median {statistics.median(seconds) * 1e3:.3f} ms, slowest {max(seconds) * 1e3:.3f} ms ({len(seconds)} rounds)"
+    return (
+        f"median {statistics.median(seconds) * 1e3:.3f} ms, slowest {max(seconds) * 1e3:.3f} ms ({len(seconds)} rounds)"
+    )
 
 
 def timed(action: Callable[[], object]) -> tuple[float, object]:
