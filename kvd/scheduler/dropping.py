@@ -60,7 +60,7 @@ class DropSchedule:
         self.num_sink_blocks = 0 if mode == "sliding_window" else -(-num_sink_tokens // BLOCK_SIZE)
         assert self.num_sink_blocks + self.stride_blocks + budget_blocks // 2 <= budget_blocks, "too many sinks"
         self.events: list[tuple[int, tuple[int, ...]]] = []
-        self._dropped_at: dict[int, tuple[int, ...]] = {}  # the events by position
+        self._dropped_at: dict[int, frozenset[int]] = {}  # the events by position
         self.num_dropped_tokens = 0
         self._masses: dict[int, float] = {}
         self._num_accumulated = 0
@@ -117,9 +117,9 @@ class DropSchedule:
         num_dropped = len(numbers) - (self.budget_blocks - self.stride_blocks)
         dropped = self._choose(numbers, num_dropped)
         self.events.append((position, dropped))
-        self._dropped_at[position] = dropped
+        gone = self._dropped_at[position] = frozenset(dropped)
         self.num_dropped_tokens += BLOCK_SIZE * len(dropped)
-        self._masses = {number: mass / 2 for number, mass in self._masses.items() if number not in dropped}
+        self._masses = {number: mass / 2 for number, mass in self._masses.items() if number not in gone}
         return dropped
 
     def _choose(self, numbers: Sequence[int], num_dropped: int) -> tuple[int, ...]:
