@@ -136,12 +136,13 @@ def serve(folder: Path, model: Path) -> Iterator[Any]:
 
 
 def test_it_says_what_a_client_needs_answers_and_drains(serve: Any) -> None:
-    running = serve("--served-model-name", "tiny", "--swap-space", "1", "--api-key", "hush", "--backend", "reference")
+    words = ("--served-model-name", "tiny", "--head-quantization", "int8", "--api-key", "hush")
+    running = serve(*words, "--backend", "reference")
     url = running.url()
     running.wait_for("model     tiny$")
     text = "\n".join(running.lines)
     assert "API key   required, as set by --api-key" in text
-    assert "--swap-space has no effect in this version" in text
+    assert "--head-quantization has no effect in this version" in text
     assert re.search(r"memory: .* free; weights .*, activations .*, KV cache", text)
     assert re.search(r"KV cache: [\d,]+ blocks of 16 tokens, int8, .* per token", text)
     assert "hush" not in text
@@ -194,6 +195,38 @@ def test_a_second_signal_ends_what_runs(serve: Any) -> None:
     assert running.stop(signal.SIGTERM) == 0
     client.join()
     assert "Traceback" not in "\n".join(running.lines)
+
+
+def test_a_session_outlives_the_server_and_answers_say_what_was_forgotten(serve: Any) -> None:
+    prompt = {"prompt": "the capital of a country " * 12, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    first = serve("--backend", "reference")
+    url = first.url()
+    status, cold = call(f"{url}/v1/completions", prompt)
+    assert status == 200, cold
+    num_tokens = cold["usage"]["prompt_tokens"]
+    assert num_tokens > 32
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    status, saved = call(f"{url}/kvd/sessions/mine/save", {"chain": cold["id"]})
+    assert status == 200, saved
+    assert saved["num_tokens"] == (num_tokens + 7) // 16 * 16, "every full block of prompt and answer"
+    assert first.stop(signal.SIGINT) == 0
+
+    second = serve("--backend", "reference", "--kv-eviction", "streaming", "--kv-eviction-tokens", "64")
+    url = second.url()
+    status, restored = call(f"{url}/kvd/sessions/mine/restore", {})
+    assert (status, restored) == (200, saved)
+    _, warm = call(f"{url}/v1/completions", prompt | {"kv_eviction": "none"})
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == min(saved["num_tokens"], num_tokens - 1)
+    assert warm["choices"] == cold["choices"]
+    assert "kvd" not in warm["usage"]
+    short = prompt | {"prompt": "the capital", "max_tokens": 160}
+    _, forgetful = call(f"{url}/v1/completions", short)
+    num_stored = forgetful["usage"]["total_tokens"] - 1
+    assert forgetful["usage"]["kvd"]["dropped_tokens"] >= num_stored - 64
+    assert call(f"{url}/kvd/sessions/none/restore", {})[0] == 404
+    assert call(f"{url}/kvd/sessions/..%2Fmine/restore", {})[0] == 400
+    assert second.stop(signal.SIGINT) == 0
+    assert "Traceback" not in "\n".join(second.lines)
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(folder: Path, model: Path) -> None:
@@ -302,7 +335,7 @@ def test_the_budget_is_told_in_numbers() -> None:
     assert lines == [
         "memory: 8.00 GiB free; weights 128 MiB, activations 64 MiB, KV cache 1.00 GiB",
         "KV cache: 1,000 blocks of 16 tokens, int8, 23.44 KiB per token (50% of 16 bits)",
-        "fits: 7 requests of 2,048 tokens, 1 of 8,192; at most 32 run at once",
+        "fits: 7 requests of 2,048 tokens, 1 of 8,192; at most 16 run at once",
     ]
     assert fitting(info().budget, 100) == "142 requests of 100 tokens"
     assert size(0) == "0 B"
