@@ -13,6 +13,7 @@ from kvd.cache.layer_group import LayerGroup
 from kvd.cache.lower_tiers import LowerTiers
 from kvd.cache.ram_tier import RamBlock
 from kvd.cache.sequence import Restore, RestoreStep, SequenceBlocks, Swapped, Wanted, blocks_for
+from kvd.core import BLOCK_SIZE
 
 
 class Swapper:
@@ -76,11 +77,13 @@ class Swapper:
         numbers: list[list[int]] = [[] for _ in self._groups]
         for group_id, number, _ in sequence.swapped.entries:
             numbers[group_id].append(number)
+        # Its last block may have been completed and published after the swap, by a step that was in flight.
+        num_shareable = min(sequence.num_published, sequence.swapped.num_tokens // BLOCK_SIZE)
         wants = []
         for group, own in zip(self._groups, numbers, strict=True):
             wanted: Wanted = []
             for number in own:
-                key = sequence.chain.keys[number] if number < sequence.num_published else None
+                key = sequence.chain.keys[number] if number < num_shareable else None
                 wanted.append((number, key if key is not None and key in group.index else None))
             # Where it forgets tokens its table is as long as it may be; `cover` gets it more when it has dropped some.
             last = own[-1] + 1

@@ -6,7 +6,7 @@ Owner: the `Scheduler.plan` call that made it.
 from __future__ import annotations
 
 from kvd.cache.manager import PhysicalBlock
-from kvd.core import PlanItem, Request
+from kvd.core import PlanItem
 from kvd.scheduler.request_state import RequestState
 
 UNKNOWN_TOKEN = -1
@@ -23,7 +23,6 @@ class Budget:
     __slots__ = (
         "admissions_open",
         "items",
-        "new_requests",
         "restored",
         "restores_left",
         "retired",
@@ -39,7 +38,6 @@ class Budget:
         self.admissions_open = True
         self.items: list[PlanItem] = []
         self.states: list[RequestState] = []  # parallel to items
-        self.new_requests: list[Request] = []
 
     def close_admissions(self) -> None:
         self.admissions_open = False
@@ -75,3 +73,11 @@ class Budget:
         state.num_planned = end
         state.num_in_flight += 1
         state.num_pending += samples
+
+    def num_savable(self, state: RequestState) -> int:
+        """Tokens of a request that are in place before this plan is run: its saves come first."""
+        if any(state is restored for restored, _ in self.restored):
+            return 0
+        return next(
+            (item.start for item, of in zip(self.items, self.states, strict=True) if of is state), state.num_planned
+        )

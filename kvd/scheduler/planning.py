@@ -24,7 +24,7 @@ from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.preemption import choose_victim_by_cost, oldest_of, preemption_cost
 from kvd.scheduler.rates import Rates, restore_beats_recompute, step_budget
 from kvd.scheduler.request_state import RequestState
-from kvd.scheduler.roster import Flight, Roster
+from kvd.scheduler.roster import Flight, Roster, order_of_running
 from kvd.scheduler.tally import Tally
 
 MAX_AWAITING = 16
@@ -72,12 +72,13 @@ class Planner:
         self._admit(budget)
         saves, copies, restores = self._cache.tiers.take_transfers()
         if not (budget.items or saves or copies or restores or budget.restored):
-            return None
+            return self.plan() if self._break_deadlock(budget) else None
         self._num_plans += 1
-        ended = self._roster.ended_request_ids
+        new, ended = self._roster.new_requests, self._roster.ended_request_ids
         plan = StepPlan(
-            self._num_plans, tuple(budget.items), tuple(budget.new_requests), tuple(ended), copies, saves, restores
+            self._num_plans, tuple(budget.items), tuple(new.values()), tuple(ended), copies, saves, restores
         )
+        new.clear()
         ended.clear()
         self._roster.in_flight.append(Flight(plan, budget.states, budget.restored, self._num_preempted, budget.retired))
         return plan
@@ -146,17 +147,23 @@ class Planner:
         num_tokens = min(state.num_to_plan, budget.tokens_left)
         if state.forgetting is not None:
             num_tokens = min(num_tokens, state.forgetting.limit(state.num_planned) - state.num_planned)
+        num_covered = state.blocks.num_covered - state.num_planned
+        if 0 < num_covered < num_tokens and not self._cover(state, budget, state.num_planned + num_tokens):
+            num_tokens = num_covered  # a group with a window is short: rather a small chunk than others' blocks
         if num_tokens > 0 and self._find_room(state, oldest, budget, state.num_planned + num_tokens):
             budget.grant(state, num_tokens)
+
+    def _cover(self, state: RequestState, budget: Budget, end: int) -> bool:
+        is_covered, retired = self._cache.cover(state.blocks, state.num_planned, end)
+        self._retire(state, retired, budget)
+        return is_covered
 
     def _find_room(self, state: RequestState, oldest: RequestState, budget: Budget, end: int) -> bool:
         """Make the tables of `state` cover its tokens up to `end`, at the cost of others if need be."""
         if state.forgetting is not None and not self._forget(state, budget):
             return False
         while True:
-            is_covered, retired = self._cache.cover(state.blocks, state.num_planned, end)
-            self._retire(state, retired, budget)
-            if is_covered:
+            if self._cover(state, budget, end):
                 return True
             budget.close_admissions()
             if self._roster.awaits_blocks:
@@ -164,7 +171,7 @@ class Planner:
             victim = choose_victim_by_cost(self._roster.running, state, oldest, self._cost)
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._preempt(victim, budget)
             if victim is state:
                 return False
 
@@ -205,10 +212,26 @@ class Planner:
             num_saved_blocks=self._cache.num_saved(state.blocks) if can_swap else 0,
         )
 
-    def _preempt(self, state: RequestState) -> None:
+    def _preempt(self, state: RequestState, budget: Budget) -> None:
         """Back to the queue; its place in the order of service is kept."""
-        self._roster.preempt(state, by_swap=self._weigh(state)[1] == "swap")
+        is_swap = self._weigh(state)[1] == "swap"
+        self._roster.preempt(state, num_kept_tokens=budget.num_savable(state) if is_swap else 0)
         self._num_preempted += 1
+
+    def _break_deadlock(self, budget: Budget) -> bool:
+        """Let the last in the order of service give way though it has not got anywhere, if nobody can go on.
+
+        Blocks that were promised to a request can be missing where they come and go: with a window, and where tokens
+        are forgotten, what it gives up may be shared by others, and what it needs instead is not there. Then the
+        oldest goes on, as it always can alone.
+        """
+        running = self._roster.running
+        if self._roster.in_flight or self._cache.tiers.is_busy or len(running) < 2:
+            return False
+        victim = max([state for state in running if state is not oldest_of(running)], key=order_of_running)
+        victim.num_forced += 1
+        self._preempt(victim, budget)
+        return True
 
     # ------------------------------------------------------------------ those that wait
 
@@ -219,10 +242,10 @@ class Planner:
         if not roster.waiting or not budget.admissions_open:
             return
         for state in roster.waiting.in_order(self._guess_cached):
-            if not budget.tokens_left:
+            if not budget.tokens_left or not budget.admissions_open:
                 return
             if len(roster.running) >= self._concurrency.limit or not roster.free_slots:
-                self._make_way(state)
+                self._make_way(state, budget)
                 return
             if state.must_release:
                 continue  # it was preempted, and a step in flight still names it
@@ -231,7 +254,7 @@ class Planner:
             outcome = self._try_start(state, budget)
             if outcome is Refusal.NO_ROOM:
                 self._refused = (state, self._cache.num_changes)
-                self._make_way(state)
+                self._make_way(state, budget)
                 return
             if outcome is Refusal.AWAITED:
                 num_awaiting += 1
@@ -255,7 +278,7 @@ class Planner:
         if state.first_scheduled is None:
             state.first_scheduled = self._clock()
             state.num_cached_tokens = outcome
-            budget.new_requests.append(state.request)
+            self._roster.new_requests[state.request.request_id] = state.request
             self._tally.count_admission(state.num_prompt, outcome, was_looked_up=self._cache.enable_prefix_caching)
         if state.blocks.restore is not None:
             self._proceed(state, budget)
@@ -263,7 +286,7 @@ class Planner:
             self._grant_prefill(state, oldest_of(self._roster.running), budget)
         return outcome
 
-    def _make_way(self, state: RequestState) -> None:
+    def _make_way(self, state: RequestState, budget: Budget) -> None:
         """Let a running request of lower priority that has got somewhere give way to one that waits."""
         running = self._roster.running
         if not running or running[-1].request.priority <= state.request.priority or self._roster.awaits_blocks:
@@ -272,7 +295,7 @@ class Planner:
         lower = [each for each in running if each.request.priority > state.request.priority]
         victim = choose_victim_by_cost(lower, state, oldest, self._cost)
         if victim is not None:
-            self._preempt(victim)
+            self._preempt(victim, budget)
 
     def _guess_cached(self, state: RequestState) -> int:
         return self._cache.guess_cached(state.blocks, state.token_ids)

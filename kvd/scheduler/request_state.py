@@ -29,12 +29,13 @@ class RequestState:
     must_release   ended or preempted while steps that name it are in flight: blocks and slot go when they are
                    committed
     forgetting     which blocks it forgets, under `kv_eviction`; None: none
+    num_forced     preemptions before it had got anywhere, see `planning`
     output_at_preemption  output tokens it had when it was preempted last
     """
 
     __slots__ = (
         "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "key",
-        "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_in_flight",
+        "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_forced", "num_in_flight",
         "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "output_at_preemption",
         "prefill_target", "request", "slot", "token_ids",
     )  # fmt: skip
@@ -64,6 +65,7 @@ class RequestState:
         self.num_seen = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_forced = 0
         self.output_at_preemption = 0
         self.has_ended = False
         self.must_release = False

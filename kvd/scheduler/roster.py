@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from kvd.cache.manager import CacheManager, PhysicalBlock
-from kvd.core import FinishReason, Sample, StepPlan, TokenEvent
+from kvd.core import FinishReason, Request, Sample, StepPlan, TokenEvent
 from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.tally import Tally
@@ -56,7 +56,8 @@ class Roster:
         self.running: list[RequestState] = []
         self.free_slots = list(range(config.max_num_seqs))  # a heap
         self.in_flight: deque[Flight] = deque()
-        self.ended_request_ids: list[str] = []  # not yet told to the runner
+        self.new_requests: dict[str, Request] = {}  # scheduled, and not yet told to the runner
+        self.ended_request_ids: list[str] = []  # neither are these
         self.num_releasing = 0  # requests with `must_release`
         self.recent_chains: deque[tuple[str, Sequence[bytes]]] = deque(maxlen=256)  # of requests that ended
         self._cache = cache
@@ -74,10 +75,10 @@ class Roster:
         state.num_planned = state.num_computed = num_cached
         state.prefill_target = len(state.token_ids)
 
-    def preempt(self, state: RequestState, *, by_swap: bool) -> None:
-        """Back to the queue. By swap: its blocks are kept in RAM if there is room; else they are computed again."""
+    def preempt(self, state: RequestState, *, num_kept_tokens: int) -> None:
+        """Back to the queue. So many tokens are kept in RAM if there is room; the others are computed again."""
         self.running.remove(state)
-        is_swapped = by_swap and state.num_planned > 0 and self._cache.swap_out(state.blocks, state.num_planned)
+        is_swapped = num_kept_tokens > 0 and self._cache.swap_out(state.blocks, num_kept_tokens)
         state.num_preemptions += 1
         state.output_at_preemption = state.num_output
         self._tally.num_preemptions += 1
@@ -96,7 +97,7 @@ class Roster:
         else:
             self.waiting.remove(state)
         state.has_ended = True
-        if state.first_scheduled is not None:
+        if state.first_scheduled is not None and self.new_requests.pop(request_id, None) is None:
             self.ended_request_ids.append(request_id)
         if not state.must_release and state.slot is not None:
             self._release_when_landed(state)

@@ -261,6 +261,8 @@ class Scheduler:
         end = item.start + len(item.token_ids)
         self._roster.land(state)
         state.num_pending -= item.samples
+        if item.start < state.num_cached_tokens and state.first_token is None:
+            state.num_cached_tokens = item.start  # it had them, gave way before its first token, and they are gone
         state.num_computed = end
         num_new = end - item.start
         if item.start < state.num_seen:

@@ -1,72 +1,31 @@
-"""A runner without a model: it remembers what every physical slot holds, and whose it is.
+"""A runner without a model: it remembers what every block of the pool and every slot of the RAM tier holds.
 
-The "model" is a chain function: every token's chain value depends on the salt and on all tokens before it, and
-the next token is a function of the chain value. So the right output of a request is known beforehand, like
-running it alone, and a slot that holds another's value is recognised as such.
+It makes saves, copies, restores and computation in the order that `StepPlan` states, and fails on anything that a
+real runner would get wrong. What a slot of memory holds is the value that `truth` gives for a token, or None where
+nothing was written.
 """
 
 from __future__ import annotations
 
-import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvd.cache.manager import CacheManager, blocks_for
-from kvd.core import BLOCK_SIZE, FinishReason, PlanItem, Request, Sample, StepPlan, StepResult
+from kvd.core import BLOCK_SIZE, PlanItem, Sample, StepPlan, StepResult
 from kvd.scheduler.budget import UNKNOWN_TOKEN
 
-VOCAB_SIZE = 50
-STOP_TOKEN = 0
-_MASK = (1 << 64) - 1
+from .truth import Truth, masses_of, sampled_token
 
-
-def root_chain(salt: str) -> int:
-    return zlib.crc32(salt.encode()) + 1
-
-
-def next_chain(chain: int, token_id: int) -> int:
-    chain = (chain * 6364136223846793005 + token_id * 1442695040888963407 + 1) & _MASK
-    return chain ^ (chain >> 29)
-
-
-def sampled_token(chain: int) -> int:
-    return (chain >> 20) % VOCAB_SIZE
-
-
-@dataclass(slots=True)
-class Truth:
-    """What a request gives when nobody else is there. `chains[p]` belongs to position p."""
-
-    request: Request
-    token_ids: list[int]
-    chains: list[int]
-    finish_reason: FinishReason
-
-    @classmethod
-    def of(cls, request: Request, max_total: int) -> Truth:
-        chain = root_chain(request.cache_salt)
-        token_ids = list(request.prompt_token_ids)
-        chains = []
-        for token_id in token_ids:
-            chain = next_chain(chain, token_id)
-            chains.append(chain)
-        max_total = min(max_total, len(token_ids) + request.sampling.max_tokens)
-        while True:
-            token_ids.append(sampled_token(chain))
-            chain = next_chain(chain, token_ids[-1])
-            chains.append(chain)
-            if token_ids[-1] in request.sampling.stop_token_ids:
-                return cls(request, token_ids, chains, "stop")
-            if len(token_ids) >= max_total:
-                return cls(request, token_ids, chains, "length")
-
-    @property
-    def output(self) -> list[int]:
-        return self.token_ids[len(self.request.prompt_token_ids) :]
+Content = list[int | None]
 
 
 @dataclass(slots=True)
 class Work:
-    """What was computed for one request."""
+    """What was computed for one request.
+
+    computed  prompt positions that were computed before the first token, whatever became of them
+    """
 
     first_start: int
     next_start: int
@@ -74,23 +33,40 @@ class Work:
     num_restarts: int = 0
     high_water: int = 0
     num_recomputed: int = 0
+    computed: set[int] = field(default_factory=set)
+    has_sampled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds that a step takes."""
+
+    decode_seconds: float = 0.5
+    decode_seconds_per_request: float = 0.0
+    prefill_seconds_per_token: float = 0.0
+    move_seconds: float = 0.0
 
 
 @dataclass
 class FakeRunner:
-    """Runs plans in order and fails (AssertionError) on anything that a real runner would get wrong."""
+    """See the module's docstring. `depth`: plans made before the one before is committed."""
 
     cache: CacheManager
     truths: dict[str, Truth]
     depth: int
+    speed: Speed = field(default_factory=Speed)
     work: dict[str, Work] = field(default_factory=dict)
+    times_computed: Counter[int] = field(default_factory=Counter)  # full blocks of prompts, by their last value
     num_tokens: int = 0
     copies_seen: int = 0
+    saves_seen: int = 0
+    restores_seen: int = 0
 
     def __post_init__(self) -> None:
-        self.memory: list[list[list[int | None]]] = [
-            [[None] * BLOCK_SIZE for _ in range(gauges.num_blocks)] for gauges in self.cache.gauges()
-        ]
+        gauges = self.cache.gauges()
+        self.memory: list[list[Content]] = [_empty(each.num_blocks) for each in gauges]
+        self.ram: list[list[Content]] = [_empty(each.num_ram_slots) for each in gauges]
+        self.windows = [each.window for each in gauges]
         self.newest: dict[int, tuple[str, int]] = {}
         self.registered: set[str] = set()
 
@@ -102,11 +78,8 @@ class FakeRunner:
             assert request.request_id not in self.registered, f"{request.request_id} is new twice"
             assert self.truths[request.request_id].request is request
             self.registered.add(request.request_id)
-        for copy in plan.copies:
-            target = self.memory[copy.group_id][copy.target]
-            target[: copy.num_tokens] = self.memory[copy.group_id][copy.source][: copy.num_tokens]
-            self.copies_seen += 1
-        assert plan.items, "a plan with nothing to do"
+        self._move(plan)
+        assert plan.items or plan.saves or plan.copies or plan.restores, "a plan with nothing to do"
         assert len({item.slot for item in plan.items}) == len(plan.items), "two requests in one slot"
         assert len({item.request_id for item in plan.items}) == len(plan.items)
         for item in plan.items:
@@ -115,15 +88,40 @@ class FakeRunner:
             self._check_reads(item)
         for item in plan.items:
             self._write(item)
-        samples = tuple(self._sample(item) for item in plan.items if item.samples)
+        samples = tuple([self._sample(item) for item in plan.items if item.samples])
+        masses = tuple([self._masses(item) for item in plan.items if item.wants_mass])
         self.num_tokens += plan.num_tokens
-        return StepResult(plan.step_id, samples, 0.5)
+        return self._result(plan, samples, masses)
 
     def check_indexed_blocks(self) -> None:
-        """Every shareable block has all its tokens, and they are one chain."""
+        """Every shareable block has all its tokens, as has every RAM slot that is there."""
         for memory, group in zip(self.memory, self.cache._groups, strict=True):
             for block in group.index:
                 assert None not in memory[block.block_id], f"block {block.block_id} is shareable and not filled"
+        for group_id, by_key in enumerate(self.cache.tiers.ram._by_key):
+            for block in by_key.values():
+                if block.is_landed:
+                    assert None not in self.ram[group_id][block.slot], f"slot {block.slot} is known and not filled"
+
+    # ------------------------------------------------------------------ moves
+
+    def _move(self, plan: StepPlan) -> None:
+        targets = [(each.group_id, each.slot) for each in plan.saves]
+        assert len(set(targets)) == len(targets), "two blocks are saved in one slot"
+        for save in plan.saves:
+            self.ram[save.group_id][save.slot] = list(self.memory[save.group_id][save.block_id])
+        for copy in plan.copies:
+            assert copy.source != copy.target
+            content = self.memory[copy.group_id][copy.source][: copy.num_tokens]
+            assert None not in content, f"copies {copy.num_tokens} tokens of block {copy.source}, which has fewer"
+            self.memory[copy.group_id][copy.target] = [*content, *[None] * (BLOCK_SIZE - copy.num_tokens)]
+        for restore in plan.restores:
+            self.memory[restore.group_id][restore.block_id] = list(self.ram[restore.group_id][restore.slot])
+        self.saves_seen += len(plan.saves)
+        self.copies_seen += len(plan.copies)
+        self.restores_seen += len(plan.restores)
+
+    # ------------------------------------------------------------------ items
 
     def _check_item(self, item: PlanItem) -> None:
         truth = self.truths[item.request_id]
@@ -140,51 +138,100 @@ class FakeRunner:
         if end == len(truth.token_ids):
             assert truth.finish_reason == "stop", f"{item.request_id} runs past its last token"
             assert item.last_from_slot, f"{item.request_id} runs on although its stop was known"
+        assert truth.dropped_at(item.start) == truth.dropped_at(end - 1), f"{item.request_id} computes across a drop"
+        self._count(item, end, truth)
+        self._check_tables(item, end, truth)
+
+    def _count(self, item: PlanItem, end: int, truth: Truth) -> None:
+        num_prompt = len(truth.request.prompt_token_ids)
         work = self.work.get(item.request_id)
         if work is None:
             work = self.work[item.request_id] = Work(item.start, item.start)
-            assert not item.start % BLOCK_SIZE
-            assert item.start < len(truth.request.prompt_token_ids)
+            assert item.start < num_prompt
         elif item.start != work.next_start:
-            assert not item.start % BLOCK_SIZE, f"{item.request_id} goes from {work.next_start} to {item.start}"
             work.num_restarts += 1
-        assert len(item.block_tables) == len(item.first_positions) == len(self.memory)
-        for table, positions in zip(item.block_tables, item.first_positions, strict=True):
-            assert len(table) == len(positions) == blocks_for(end)
-            assert list(positions) == list(range(0, end, BLOCK_SIZE))
-            assert len(set(table)) == len(table), "a table names a block twice"
         work.next_start = end
         work.num_computed += item.num_tokens
         work.num_recomputed += max(0, min(end, work.high_water) - item.start)
         work.high_water = max(work.high_water, end)
+        if not work.has_sampled:
+            work.computed.update(range(item.start, min(end, num_prompt)))
+        work.has_sampled |= item.samples
+        shareable = (num_prompt - 1) // BLOCK_SIZE * BLOCK_SIZE
+        if truth.forgotten:
+            shareable = min(shareable, truth.forgotten[0][0])
+        self.times_computed.update(
+            truth.values[blocks_for(item.start + 1) * BLOCK_SIZE - 1 : min(end, shareable) : BLOCK_SIZE]
+        )
+
+    def _check_tables(self, item: PlanItem, end: int, truth: Truth) -> None:
+        """A table names the blocks that the item's queries see or write to.
+
+        With a window there may be some in front of them: at most the lead of its group, and one more.
+        """
+        dropped = truth.dropped_at(item.start)
+        assert len(item.block_tables) == len(item.first_positions) == len(self.memory)
+        for window, table, positions in zip(self.windows, item.block_tables, item.first_positions, strict=True):
+            needed = max(0, item.start - window + 1) // BLOCK_SIZE if window else 0
+            first = positions[0] // BLOCK_SIZE if window else 0
+            expected = [number * BLOCK_SIZE for number in range(first, blocks_for(end)) if number not in dropped]
+            assert list(positions) == expected, (
+                f"{item.request_id} at {item.start}…{end - 1} has blocks at {list(positions)}, not at {expected}"
+            )
+            assert all(number in dropped for number in range(needed, first)), "a block that is seen is not there"
+            assert needed - first <= blocks_for(window) + 2, f"keeps {needed - first} blocks that left the window"
+            assert len(table) == len(positions)
+            assert len(set(table)) == len(table), "a table names a block twice"
 
     def _check_reads(self, item: PlanItem) -> None:
-        chains = self.truths[item.request_id].chains
-        for memory, table in zip(self.memory, item.block_tables, strict=True):
-            for number in range(blocks_for(item.start)):
-                first = number * BLOCK_SIZE
-                last = min(first + BLOCK_SIZE, item.start)
-                found = memory[table[number]][: last - first]
-                assert found == chains[first:last], (
-                    f"{item.request_id} reads tokens {first}…{last - 1} in block {table[number]}: "
+        values = self.truths[item.request_id].values
+        for group_id, memory in enumerate(self.memory):
+            window = self.windows[group_id]
+            seen = max(0, item.start - window + 1) if window else 0
+            for block_id, first in zip(item.block_tables[group_id], item.first_positions[group_id], strict=True):
+                begin, last = max(first, seen), min(first + BLOCK_SIZE, item.start)
+                if begin >= last:
+                    continue
+                found = memory[block_id][begin - first : last - first]
+                assert found == values[begin:last], (
+                    f"{item.request_id} reads tokens {begin}…{last - 1} in block {block_id} of group {group_id}: "
                     f"{'unwritten' if None in found else 'not its own'}"
                 )
 
     def _write(self, item: PlanItem) -> None:
-        chains = self.truths[item.request_id].chains
-        for group, memory, table in zip(self.cache._groups, self.memory, item.block_tables, strict=True):
-            for number in range(item.start // BLOCK_SIZE, len(table)):
-                block_id = table[number]
+        values = self.truths[item.request_id].values
+        stop = item.start + item.num_tokens
+        for group_id, (group, memory) in enumerate(zip(self.cache._groups, self.memory, strict=True)):
+            for block_id, first in zip(item.block_tables[group_id], item.first_positions[group_id], strict=True):
+                begin, end = max(first, item.start), min(first + BLOCK_SIZE, stop)
+                if begin >= end:
+                    continue
                 assert group.index.of_block(block_id) is None, f"{item.request_id} writes to a shareable block"
                 assert group.pool.references(block_id) == 1, f"{item.request_id} writes to a shared block"
-                first = number * BLOCK_SIZE
-                begin, end = max(first, item.start), min(first + BLOCK_SIZE, item.start + item.num_tokens)
-                memory[block_id][begin - first : end - first] = chains[begin:end]
+                memory[block_id][begin - first : end - first] = values[begin:end]
                 # What was behind is another's: whoever reads on must find it missing.
                 memory[block_id][end - first :] = [None] * (first + BLOCK_SIZE - end)
 
     def _sample(self, item: PlanItem) -> Sample:
-        chain = self.truths[item.request_id].chains[item.start + item.num_tokens - 1]
-        token_id = sampled_token(chain)
+        value = self.truths[item.request_id].values[item.start + item.num_tokens - 1]
+        token_id = sampled_token(value)
         self.newest[item.slot] = (item.request_id, token_id)
         return Sample(item.request_id, token_id)
+
+    def _masses(self, item: PlanItem) -> tuple[float, ...]:
+        values = self.truths[item.request_id].values[item.start : item.start + item.num_tokens]
+        return masses_of(values, item.start, [first // BLOCK_SIZE for first in item.first_positions[0]])
+
+    def _result(self, plan: StepPlan, samples: tuple[Sample, ...], masses: Sequence[tuple[float, ...]]) -> StepResult:
+        speed = self.speed
+        num_decodes = sum(item.samples and item.num_tokens == 1 for item in plan.items)
+        save, restore = len(plan.saves) * speed.move_seconds, len(plan.restores) * speed.move_seconds
+        seconds = save + restore
+        if plan.items:
+            seconds += speed.decode_seconds + num_decodes * speed.decode_seconds_per_request
+            seconds += (plan.num_tokens - num_decodes) * speed.prefill_seconds_per_token
+        return StepResult(plan.step_id, samples, seconds, save, restore, tuple(masses))
+
+
+def _empty(number: int) -> list[Content]:
+    return [[None] * BLOCK_SIZE for _ in range(number)]

@@ -8,33 +8,44 @@ import pytest
 
 from .simulator import Simulation, simulate
 
+EVENTS = (
+    "stop", "length", "abort", "timeout", "error", "preemptions", "swaps", "recomputed", "evicted", "hits", "refused",
+    "partial hits", "RAM hits", "disk hits", "restored", "saved", "unsaved", "dropped", "copies", "loads that failed",
+    "passed", "pins", "kept blocks", "forgot", "forgot and was preempted", "worlds that computed once",
+    "abort waiting", "abort restoring", "abort swapped", "abort preempted", "abort prefill", "abort decode",
+)  # fmt: skip
+"""What has to happen: worlds in which nothing does prove nothing."""
 
-def test_random_steps() -> None:
-    seen: Counter[str] = Counter()
 
+def watch_into(seen: Counter[str]):
     def watch(simulation: Simulation) -> None:
         counters = simulation.scheduler.counters()
         seen.update(dict(counters.finished))
+        seen.update(simulation.seen)
         seen["preemptions"] += counters.num_preemptions
+        seen["swaps"] += counters.num_swaps
         seen["recomputed"] += counters.recomputed_tokens
         seen["evicted"] += counters.num_evicted_blocks
         seen["hits"] += counters.prefix_hit_tokens
+        seen["partial hits"] += counters.partial_hit_tokens
+        seen["RAM hits"] += counters.ram_hit_tokens
+        seen["disk hits"] += counters.disk_hit_tokens
+        seen["restored"] += counters.num_restored_blocks
+        seen["saved"] += counters.num_saved_blocks
+        seen["unsaved"] += counters.num_unsaved_blocks
+        seen["dropped"] += counters.num_dropped_tokens
         seen["refused"] += simulation.num_refused
+        seen["copies"] += simulation.runner.copies_seen
+        if simulation.world.slow is not None:
+            seen["loads that failed"] += simulation.world.slow.num_failed
 
-    assert simulate(0, 6000, watch=watch) >= 6000
-    # Worlds in which nothing happens prove nothing.
-    for what in (
-        "stop",
-        "length",
-        "abort",
-        "timeout",
-        "error",
-        "preemptions",
-        "recomputed",
-        "evicted",
-        "hits",
-        "refused",
-    ):
+    return watch
+
+
+def test_random_steps() -> None:
+    seen: Counter[str] = Counter()
+    assert simulate(0, 20_000, watch=watch_into(seen)) >= 20_000
+    for what in EVENTS:
         assert seen[what] > 0, what
 
 
@@ -46,4 +57,6 @@ def test_many_random_steps() -> None:
 if __name__ == "__main__":
     import sys
 
-    simulate(int(sys.argv[1]), int(sys.argv[2]))
+    seen: Counter[str] = Counter()
+    print(simulate(int(sys.argv[1]), int(sys.argv[2]), watch=watch_into(seen)))
+    print(seen)
