@@ -17,7 +17,7 @@ integers are summed exactly; then, groups in ascending order, every operation ro
     y ← y + bias;  y ← y + residual                              (each where given)
 
 A weight group larger than 128 (or a whole row) is cut into activation groups of 128 at most that share s_w and
-o_w. Attention rounds the query to int8 per head, sums q·k exactly, and works in splits of 256 table slots; see
+o_w. Attention rounds the query to int8 per head, sums q·k exactly, and works in splits of 256 positions; see
 `reference/splits.py`. Arithmetic a16 (GPU): 16-bit activations, float32 accumulation, no promise on order.
 """
 
@@ -52,7 +52,8 @@ class GroupTables:
     """Block tables of one layer group for the live sequences of a step.
 
     block_tables     int32 [max_seqs, max_blocks]; entries beyond a sequence's own are undefined
-    first_positions  int32 [max_seqs, max_blocks]; absolute position of slot 0 of that entry
+    first_positions  int32 [max_seqs, max_blocks]; absolute position of slot 0 of that entry: a multiple of 16, greater
+                     than that of the entry before; entries may be missing in front (a window) and between (a hole)
     num_slots        int32 [max_seqs]; token slots in use over the table, this step's tokens included: slot t is
                      token t % 16 of table entry t // 16
     write_slots      int64 [max_tokens]; for each token of the step: block id · 16 + token in block

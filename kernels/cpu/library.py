@@ -62,6 +62,7 @@ def open_library(path: Path) -> Library:
         "kvd_pack_part": (number, [number, *[pointer] * 3, *[wide] * 5, pointer]),
         "kvd_dot_peak_ops": (wide, [ctypes.c_char_p]),
         "kvd_copy_block": (None, [pointer, wide, pointer, wide, wide, wide, wide]),
+        "kvd_copy_rows": (None, [pointer, pointer, pointer, pointer, wide, wide]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(functions, name)

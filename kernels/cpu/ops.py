@@ -7,7 +7,7 @@ Called one by one, an op is one native call. Recorded (`record`), a whole step i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -197,6 +197,23 @@ class CpuOps(Ops):
         pool = cache.pools[group_id]
         self.library.functions.kvd_copy_block(
             pool.data_ptr(), pool.stride(0), _pointer(layers), len(layers), source, target, num_tokens
+        )
+
+    def copy_rows(
+        self, source: torch.Tensor, source_rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]
+    ) -> None:
+        count, width = len(source_rows), source.shape[1]
+        assert target.shape[1] == width
+        assert source.dtype is target.dtype is torch.uint8
+        assert len(target_rows) == count
+        if not count:
+            return
+        assert min(source_rows) >= 0 <= min(target_rows)
+        assert max(source_rows) < len(source)
+        assert max(target_rows) < len(target)
+        rows = ctypes.c_int64 * count
+        self.library.functions.kvd_copy_rows(
+            _address(source), rows(*source_rows), _address(target), rows(*target_rows), count, width
         )
 
     def record(self, batch: Batch, cache: KVCache, forward: Callable[[Batch], torch.Tensor]) -> StepProgram:

@@ -9,6 +9,7 @@ Engine thread; temporaries only.
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from kvd_kernels.reference.elementary import TILE_ELEMENTS, exp_nonpositive, tre
 from kvd_kernels.reference.kv_blocks import LayerBlocks
 from kvd_kernels.reference.quantize import exact_bits
 from kvd_kernels.reference.splits import (
+    HIDDEN_POSITION,
     LOWEST,
     SPLIT_ENTRIES,
     SPLIT_SLOTS,
@@ -31,8 +33,18 @@ from kvd_kernels.reference.splits import (
     read_split,
 )
 
-_NARROW_ENTRIES = 4  # the last split of a short table is padded to a power of two from here on
+_NARROW_PLACES = 4  # a split of which less is in use is padded to a power of two from here on
 _PAIRS_AT_ONCE = 64  # splits decoded together; bounds the temporaries of a long decode batch
+
+
+class _Part(NamedTuple):
+    """The entries first … end - 1 of a sequence's table, which are all those that lie in one split."""
+
+    sequence: int
+    split: int
+    first: int
+    end: int
+    num_places: int  # from the start of the split to its last entry
 
 
 class _Attention:
@@ -60,30 +72,39 @@ class _Attention:
         is_int8 = layer.v_scales is not None
         self.v_levels = WEIGHT_LEVELS if is_int8 else float((1 << exact_bits(SPLIT_SLOTS)[0]) - 1)
 
-    def num_splits(self, sequence: int) -> int:
-        return -(-self.num_slots[sequence] // SPLIT_SLOTS)
+    def _parts(self, sequence: int) -> list[_Part]:
+        """The splits of a sequence that hold anything, in ascending order."""
+        num_entries = -(-self.num_slots[sequence] // BLOCK_TOKENS)
+        firsts = self.tables.first_positions[sequence, :num_entries]
+        assert bool((firsts % BLOCK_TOKENS == 0).all()), "a table entry begins inside a block"
+        assert bool((firsts[1:] > firsts[:-1]).all()), "table entries ascend in position"
+        splits, counts = torch.unique_consecutive(firsts // SPLIT_SLOTS, return_counts=True)
+        ends = counts.cumsum(0)
+        num_places = firsts[ends - 1] // BLOCK_TOKENS - splits * SPLIT_ENTRIES + 1
+        return [
+            _Part(sequence, split, end - count, end, width)
+            for split, count, end, width in zip(
+                splits.tolist(), counts.tolist(), ends.tolist(), num_places.tolist(), strict=True
+            )
+        ]
 
-    def width(self, sequence: int, split: int) -> int:
-        """Table entries to decode for a split: a power of two that covers the slots in use."""
-        used = min(SPLIT_SLOTS, self.num_slots[sequence] - split * SPLIT_SLOTS)
-        needed = max(_NARROW_ENTRIES, -(-used // BLOCK_TOKENS))
-        return 1 << (needed - 1).bit_length()
-
-    def read(self, pairs: list[tuple[int, int]], num_entries: int) -> Split:
-        """Decode one split for each pair (sequence, split index), `num_entries` table entries wide."""
-        index = torch.tensor(pairs)
-        rows = index[:, :1]
-        columns = index[:, 1:] * SPLIT_ENTRIES + torch.arange(num_entries)
+    def read(self, parts: list[_Part], width: int) -> Split:
+        """Decode one split for each part, `width` places wide."""
+        rows = torch.tensor([part.sequence for part in parts]).unsqueeze(1)
+        starts = torch.tensor([part.split * SPLIT_SLOTS for part in parts], dtype=torch.int32).unsqueeze(1)
+        columns = torch.tensor([part.first for part in parts]).unsqueeze(1) + torch.arange(SPLIT_ENTRIES)
+        is_part = columns < torch.tensor([part.end for part in parts]).unsqueeze(1)
         columns.clamp_(max=self.tables.block_tables.shape[1] - 1)
-        used = torch.tensor([self.num_slots[s] - j * SPLIT_SLOTS for s, j in pairs])
-        return read_split(
-            self.layer,
-            self.spec,
-            self.rope,
-            self.tables.block_tables[rows, columns],
-            self.tables.first_positions[rows, columns],
-            used,
-        )
+        places = ((self.tables.first_positions[rows, columns] - starts) // BLOCK_TOKENS).long()
+        places.masked_fill_(~is_part, width)  # one column more, for what is no part of the split
+        in_use = torch.tensor([self.num_slots[part.sequence] for part in parts]).unsqueeze(1) - columns * BLOCK_TOKENS
+        entries = torch.zeros((len(parts), width + 1), dtype=torch.int32)
+        entries.scatter_(1, places, self.tables.block_tables[rows, columns])
+        used = torch.zeros((len(parts), width + 1), dtype=torch.int64).scatter_(1, places, in_use)
+        slots = torch.arange(width * BLOCK_TOKENS, dtype=torch.int32)
+        is_unused = slots % BLOCK_TOKENS >= used[:, :width].repeat_interleave(BLOCK_TOKENS, dim=1)
+        positions = (starts + slots).masked_fill_(is_unused, HIDDEN_POSITION)
+        return read_split(self.layer, self.spec, self.rope, entries[:, :width], positions)
 
     def queries(self, tokens: torch.Tensor) -> Queries:
         """Queries of tokens int64 [B, T]."""
@@ -98,35 +119,35 @@ class _Attention:
         values = values.view(num_seqs, self.spec.num_kv_heads, num_tokens, -1, self.spec.head_dim)
         self.out[tokens] = values.transpose(1, 2).flatten(2, 3)
 
-    def add_mass(self, pair: tuple[int, int], e: torch.Tensor, peak: torch.Tensor, state: Partial) -> None:
+    def add_mass(self, part: _Part, e: torch.Tensor, peak: torch.Tensor, state: Partial) -> None:
         """Add the softmax weights of one split, e [KVH, R, W] with its peak [KVH, R], to its table entries."""
         assert self.block_mass is not None
         factor = exp_nonpositive(peak - state.peak.clamp(min=LOWEST))
         factor /= torch.where(state.total == 0, 1.0, state.total)
-        per_entry = tree_sum((e * factor.unsqueeze(2)).view(*factor.shape, -1, BLOCK_TOKENS))
-        sequence, split = pair
-        start = split * SPLIT_ENTRIES
-        target = self.block_mass[sequence, start : start + per_entry.shape[2]]
-        target += tree_sum(per_entry.flatten(0, 1).t())[: target.shape[0]]
+        per_place = tree_sum((e * factor.unsqueeze(2)).view(*factor.shape, -1, BLOCK_TOKENS))
+        firsts = self.tables.first_positions[part.sequence, part.first : part.end]
+        places = firsts // BLOCK_TOKENS - part.split * SPLIT_ENTRIES
+        self.block_mass[part.sequence, part.first : part.end] += tree_sum(per_place.flatten(0, 1).t())[places]
 
     def decode(self, sequences: list[int], tokens: list[int]) -> None:
         """Sequences with one query each. Their splits are independent, so all of one width go together."""
+        parts_of = {sequence: self._parts(sequence) for sequence in sequences}
         # Longest first: those that have a j-th split are then the first ones of the list.
-        order = sorted(range(len(sequences)), key=lambda i: -self.num_splits(sequences[i]))
+        order = sorted(range(len(sequences)), key=lambda i: -len(parts_of[sequences[i]]))
         sequences = [sequences[i] for i in order]
         token_index = torch.tensor([tokens[i] for i in order]).unsqueeze(1)
         queries = self.queries(token_index)
         by_width: dict[int, list[tuple[int, int]]] = {}
         for i, sequence in enumerate(sequences):
-            for j in range(self.num_splits(sequence)):
-                by_width.setdefault(self.width(sequence, j), []).append((i, j))
+            for j, part in enumerate(parts_of[sequence]):
+                by_width.setdefault(_width(part), []).append((i, j))
         done: list[tuple[int, int]] = []
         partials: list[Partial] = []
         weights: list[torch.Tensor] = []
-        for num_entries, pairs in by_width.items():
+        for width, pairs in by_width.items():
             for start in range(0, len(pairs), _PAIRS_AT_ONCE):
                 some = pairs[start : start + _PAIRS_AT_ONCE]
-                split = self.read([(sequences[i], j) for i, j in some], num_entries)
+                split = self.read([parts_of[sequences[i]][j] for i, j in some], width)
                 partial, e = attend_split(
                     queries.select(torch.tensor([i for i, _ in some])), split, self.spec, self.v_levels
                 )
@@ -137,14 +158,14 @@ class _Attention:
         flat = _concatenate(partials, dim=0)
         row_of = {pair: row for row, pair in enumerate(done)}
         state = flat.select(torch.tensor([row_of[i, 0] for i in range(len(sequences))]))
-        for j in range(1, self.num_splits(sequences[0])):
+        for j in range(1, len(parts_of[sequences[0]])):
             rows = [row_of[i, j] for i in range(len(sequences)) if (i, j) in row_of]
             merged = merge(state.select(slice(len(rows))), flat.select(torch.tensor(rows)))
             state.peak[: len(rows)], state.total[: len(rows)] = merged.peak, merged.total
             state.out[: len(rows)] = merged.out
         self.finish(token_index, state)
         for (i, j), e, peak in zip(done, weights, flat.peak, strict=False):
-            self.add_mass((sequences[i], j), e, peak, state.select(i))
+            self.add_mass(parts_of[sequences[i]][j], e, peak, state.select(i))
 
     def prefill(self, sequence: int, first_token: int, num_tokens: int) -> None:
         """One sequence with several queries: every split is decoded once and met by tiles of queries."""
@@ -160,24 +181,28 @@ class _Attention:
             rows = slice(start * heads_per_group, stop * heads_per_group)
             tiles.append((queries.rows(rows), int(bounds.min), int(bounds.max)))
             states.append(None)
-        kept: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
-        for j in range(self.num_splits(sequence)):
-            split = self.read([(sequence, j)], self.width(sequence, j))
-            bounds = split.positions.aminmax()
-            first_key, last_key = int(bounds.min), int(bounds.max)
+        kept: list[tuple[int, _Part, torch.Tensor, torch.Tensor]] = []
+        for part in self._parts(sequence):
+            split = self.read([part], _width(part))
+            first_key, end_key = part.split * SPLIT_SLOTS, part.split * SPLIT_SLOTS + part.num_places * BLOCK_TOKENS
             for index, (some, first_query, last_query) in enumerate(tiles):
                 state = states[index]
-                is_behind = self.spec.group.window and last_key <= first_query - self.spec.group.window
+                is_behind = self.spec.group.window and end_key <= first_query - self.spec.group.window + 1
                 if state is not None and (first_key > last_query or is_behind):
                     continue  # no query of the tile sees a slot
                 partial, e = attend_split(some, split, self.spec, self.v_levels)
                 states[index] = partial if state is None else merge(state, partial)
                 if self.block_mass is not None:
-                    kept.append((index, j, e[0], partial.peak[0]))
+                    kept.append((index, part, e[0], partial.peak[0]))
         final = [state for state in states if state is not None]
         self.finish(token_index, _concatenate(final, dim=2))
-        for index, j, e, peak in kept:
-            self.add_mass((sequence, j), e, peak, final[index].select(0))
+        for index, part, e, peak in kept:
+            self.add_mass(part, e, peak, final[index].select(0))
+
+
+def _width(part: _Part) -> int:
+    """Places to decode for a split: a power of two that covers those in use."""
+    return 1 << (max(_NARROW_PLACES, part.num_places) - 1).bit_length()
 
 
 def _concatenate(partials: list[Partial], dim: int) -> Partial:

@@ -1,4 +1,4 @@
-"""The arithmetic of attention a8: what one split of a block table contributes to one query, and how splits merge.
+"""The arithmetic of attention a8: what one split of the positions contributes to one query, and how splits merge.
 
 Per query token and head (p: position of the query):
 
@@ -8,7 +8,8 @@ Per query token and head (p: position of the query):
 2. score[t] = (Σ q·k[t], exact) · (s_q · softmax scale) · s_k[t], each step rounded to float32;
    plus, for bias-free keys, (Σ c·r[t], exact in float64) · (s_c · softmax scale) · s_r[t], where c are the
    query's bias coefficients and r the position's row of the rope table, both in fixed point (see `rope`).
-3. The table is cut into splits of 256 slots from its start. In a split: m = max of the visible scores,
+3. Positions are cut into splits of 256: split s holds 256·s … 256·s + 255, and a table entry that begins at f lies
+   at place f / 16 % 16 of its split, whatever else the table holds. In a split: m = max of the visible scores,
    e = exp(score - m), l = tree sum of e, w = e · s_v rounded to integers with one scale per query, head and split
    (15 bits for int8 values, fixed-point width for 16-bit ones), out = (Σ w·v, exact) · s_w.
 4. Splits are merged in ascending order: M = max(m_a, m_b), both sides scaled by exp(m - M), l and out added. A
@@ -17,7 +18,8 @@ Per query token and head (p: position of the query):
 
 Nothing here depends on other rows: dot products are exact, everything else is element by element, the tree sum
 does not notice zeros behind the last slot. So splits may be computed for one query tile or many sequences at
-once, and a short split may be padded to any power of two of slots.
+once, and a short split may be padded to any power of two of slots. A place without an entry counts as a slot that
+no query sees: a table that has lost entries which the window hides gives the bytes of the whole table.
 
 Stateless; engine thread.
 """
@@ -39,7 +41,7 @@ SPLIT_SLOTS = 256
 SPLIT_ENTRIES = SPLIT_SLOTS // BLOCK_TOKENS
 WEIGHT_LEVELS = 32767.0  # Σ |w·v| < 2^15 · 2^7 · 2^8 < 2^31
 LOWEST = torch.finfo(torch.float32).min  # stands in for -inf where -inf - -inf would be NaN
-_HIDDEN_POSITION = 2**31 - 1
+HIDDEN_POSITION = 2**31 - 1  # beyond every query
 _NEGATIVE_INFINITY_BITS = -0x800000  # as int32: 0xff800000
 
 
@@ -138,19 +140,15 @@ def prepare_queries(
 
 
 def read_split(
-    layer: LayerBlocks,
-    spec: AttentionSpec,
-    rope: RopeTable,
-    entries: torch.Tensor,
-    first_positions: torch.Tensor,
-    num_slots: torch.Tensor,
+    layer: LayerBlocks, spec: AttentionSpec, rope: RopeTable, entries: torch.Tensor, positions: torch.Tensor
 ) -> Split:
-    """Decode B splits of E table entries: entries, first_positions int32 [B, E]; num_slots int64 [B] in use."""
-    width = entries.shape[1] * BLOCK_TOKENS
-    unused = torch.arange(width) >= num_slots[:, None]
-    in_block = torch.arange(BLOCK_TOKENS, dtype=torch.int32)
-    positions = (first_positions[:, :, None] + in_block).flatten(1).masked_fill_(unused, _HIDDEN_POSITION)
-    # Unused entries name no block; any will do. What unused slots hold is cleared before it meets a number, since
+    """Decode B splits of E places.
+
+    entries: int32 [B, E] block ids, any at all for a place of which no slot is in use. positions: int32 [B, E · 16],
+    HIDDEN_POSITION for slots that are not in use.
+    """
+    unused = positions == HIDDEN_POSITION
+    # Places without a block read any that exists. What unused slots hold is cleared before it meets a number, since
     # stale bytes may spell NaN, which even a weight of 0 would let through.
     entries = entries.masked_fill(unused[:, ::BLOCK_TOKENS], 0)
     unused = unused.unsqueeze(1)

@@ -138,6 +138,9 @@ RAGGED = ((0, 1), (15, 1), (16, 1), (17, 1), (254, 1), (255, 1), (256, 1), (700,
 MIXED = ((30, 1), (0, 17), (47, 33), (255, 2), (500, 1), (240, 40))
 """Decodes beside prompts: a first chunk, later chunks, and chunks that cross a split edge."""
 
+SCATTERED = tuple(block for block in range(60) if block % 7 and block not in (31, 32, 33))
+"""Leaves single blocks, so that every split has empty places."""
+
 QUICK_ATTENTION = (
     AttentionCase("decode-int8", RAGGED),
     AttentionCase("decode-int8-rotated", RAGGED, rotated=True),
@@ -162,6 +165,11 @@ QUICK_ATTENTION = (
     AttentionCase("window-1", MIXED[:3], window=1, element="fp16"),  # a query sees itself alone
     AttentionCase("window-holes", ((500, 1), (470, 33), (300, 20)), window=64, holes=(0, 1, 2, 5, 12), rotated=True),
     AttentionCase("holes", ((500, 1), (470, 33), (600, 2)), holes=(1, 2, 7, 20), element="fp16"),
+    AttentionCase("freed", ((500, 1), (470, 33), (600, 2)), holes=tuple(range(21)), element="fp16"),
+    AttentionCase("freed-window", ((700, 1), (640, 33), (1100, 2)), window=50, holes=tuple(range(36)), rotated=True),
+    AttentionCase("sinks", ((700, 1), (1000, 3), (690, 40)), holes=(*range(2, 40), 42), rotated=True, block_mass=True),
+    AttentionCase("scattered", ((1200, 1), (990, 20)), holes=SCATTERED, element="fp16", block_mass=True),
+    AttentionCase("scattered-bias", ((1200, 1), (990, 20)), holes=SCATTERED, rotated=True, key_bias=1.0),
     AttentionCase("shared", ((64, 1), (64, 5), (70, 1), (64, 33)), shared=True, element="fp16"),
     AttentionCase("mass", MIXED, block_mass=True, element="fp16"),
     AttentionCase("mass-window", ((300, 1), (0, 40)), block_mass=True, window=24, element="fp16"),

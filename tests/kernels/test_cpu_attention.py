@@ -20,8 +20,8 @@ from kvd_kernels.cpu.structs import AttendArgs, Kernel, Layer
 from kvd_kernels.kv_format import ElementType, LayerFormat, build_kv_format
 from kvd_kernels.ops import KVCache, Ops
 from kvd_kernels.registry import create_ops
-from tests.kernels.builders import SENTINEL, AttentionInputs, generator, make_attention, make_out, make_rows
-from tests.kernels.cases import MIXED, QUICK_ATTENTION, AttentionCase
+from tests.kernels.builders import SENTINEL, AttentionInputs, make_attention, make_out, make_rows
+from tests.kernels.cases import MIXED, QUICK_ATTENTION, SCATTERED, AttentionCase
 from tests.kernels.compare import assert_same_bytes, assert_same_numbers
 from tests.kernels.natives import Natives
 
@@ -89,19 +89,6 @@ def test_attention_bytes_are_those_of_the_reference(natives: Natives, case: Atte
         assert_same_outputs(native, expected_attention(case), f"{threads} threads")
 
 
-@pytest.mark.parametrize("window", [0, 40, 64])
-def test_tables_in_any_order(natives: Natives, reference: Ops, window: int) -> None:
-    """Entries that no query sees between entries that some do; with the window of 64, the others whole."""
-    inputs = make_attention(AttentionCase("order", ((300, 9), (40, 30), (527, 1)), window=window))
-    tables = inputs.batch.groups[inputs.spec.group.group_id]
-    for sequence, entries in enumerate(inputs.tables):
-        order = torch.randperm(len(entries) - 1, generator=generator(sequence + 1))  # the last may not be full
-        for rows in (tables.block_tables, tables.first_positions):
-            rows[sequence, : len(order)] = rows[sequence, order]
-    expected = attend(reference, inputs)
-    assert_same_outputs(attend(natives.with_threads(2), inputs), expected, "any order")
-
-
 WRITES = tuple(case for case in CASES if not case.holes and not case.shared)
 
 
@@ -154,11 +141,17 @@ def test_keys_and_values_of_different_types(natives: Natives, reference: Ops, k:
 
 
 @pytest.mark.parametrize("element", ["int8", "fp16"])
-@pytest.mark.parametrize("window", [0, 100])
-def test_cutting_chains_changes_no_bit(natives: Natives, element: ElementType, window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "holes"),
+    [(0, ()), (100, ()), (0, tuple(range(21))), (0, (*range(1, 20), 33, *range(40, 60))), (0, SCATTERED)],
+    ids=["whole", "window", "freed", "holes", "scattered"],
+)
+def test_cutting_chains_changes_no_bit(
+    natives: Natives, element: ElementType, window: int, holes: tuple[int, ...]
+) -> None:
     """However many threads share a sequence, with room for all results, for some, or for none; and again, since
     a step leaves the counters of `partials` as it found them."""
-    case = replace(LONG, element=element, rotated=element == "int8", window=window)
+    case = replace(LONG, element=element, rotated=element == "int8", window=window, holes=holes)
     inputs = make_attention(case)
     expected = expected_attention(case)
     for threads in (2, 3, 4):

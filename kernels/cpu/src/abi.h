@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define KVD_ABI_VERSION 2
+#define KVD_ABI_VERSION 3
 #define KVD_BLOCK_TOKENS 16
 #define KVD_SPLIT_SLOTS 256
 
@@ -216,6 +216,11 @@ int32_t kvd_pack_part(
 void kvd_copy_block(
     uint8_t *pool, int64_t block_bytes, const KvdLayer *layers, int64_t num_layers, int64_t source, int64_t target,
     int64_t num_tokens);
+
+// target[target_rows[i]] = source[source_rows[i]] for i = 0 … count - 1, in that order; rows of `width` bytes.
+void kvd_copy_rows(
+    const uint8_t *source, const int64_t *source_rows, uint8_t *target, const int64_t *target_rows, int64_t count,
+    int64_t width);
 
 #ifdef __cplusplus
 }

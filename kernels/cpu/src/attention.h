@@ -8,7 +8,8 @@
 //              cut into pieces; each split of a piece leaves its result in `partials`, and the thread that ends the
 //              last piece of a chain merges them in ascending order
 //
-// Both give the same bits, so a chain that finds no room in `partials` is simply not cut.
+// Splits that hold no table entry do not exist here: those that do are counted from 0. Both ways give the same bits, so
+// a chain that finds no room in `partials` is simply not cut.
 //
 //     partials = counter [1024] | one result per (sequence, KV head, split): peak [rows] | total [rows] | out [rows][D]
 //
@@ -40,13 +41,14 @@ struct AttentionPlan {
 static AttentionPlan plan_attention(const KvdAttendArgs &args, const KvdBatch &batch, int threads, Arena &arena) {
     const int64_t kv_heads = args.layer->num_kv_heads, heads = args.num_heads / kv_heads;
     AttentionPlan plan{arena.take<SequencePlan>(batch.num_seqs), 0, tokens_of_tile(heads)};
-    const int32_t *num_slots = batch.groups[args.layer->group_id].num_slots;
+    const KvdGroupTables &tables = batch.groups[args.layer->group_id];
     int64_t all_splits = 0;
     for (int64_t s = 0; s < batch.num_seqs; ++s) {
         const int64_t tokens = batch.query_starts[s + 1] - batch.query_starts[s];
+        const int32_t *first_positions = tables.first_positions + s * tables.table_stride;
         SequencePlan &sequence = plan.sequences[s];
         sequence.tiles = int32_t(divide_up(tokens, plan.tokens_per_tile));
-        sequence.splits = int32_t(divide_up(num_slots[s], SPLIT_SLOTS));
+        sequence.splits = int32_t(count_splits(first_positions, divide_up(tables.num_slots[s], BLOCK_TOKENS)));
         all_splits += sequence.tiles * kv_heads * sequence.splits;
     }
     const int64_t fair = all_splits / (PIECES_PER_THREAD * threads), most = fair < 1 ? 1 : fair;
@@ -71,24 +73,25 @@ static AttentionPlan plan_attention(const KvdAttendArgs &args, const KvdBatch &b
     return plan;
 }
 
-// peak, total and out of one split for all rows of the tile. False when no row sees a slot of it.
-static bool attend_split(Tile &tile, int64_t split) {
-    if (!exponentiate_split(tile, split)) return false;
+// peak, total and out for all rows of the tile, of the split that begins with table entry `entry`. False when no row
+// sees a slot of it.
+static bool attend_split(Tile &tile, int64_t entry) {
+    if (!exponentiate_split(tile, entry)) return false;
     if (tile.layer->v_type == KVD_I8) {
-        load_value_scales(tile, split);
+        load_value_scales(tile);
         for (int64_t row = 0; row < tile.rows; ++row) weigh_row<true>(tile, row);
         sum_int8(tile);
     } else {
-        load_float_value_scales(tile, split);
+        load_float_value_scales(tile);
         for (int64_t row = 0; row < tile.rows; ++row) weigh_row<false>(tile, row);
         sum_float(tile);
     }
     return true;
 }
 
-static void attend_chain(Tile &tile, int64_t splits) {
-    for (int64_t split = 0; split < splits; ++split)
-        if (attend_split(tile, split)) merge_split(tile, tile.peak, tile.total, tile.out, tile.pitch);
+static void attend_chain(Tile &tile) {
+    for (int64_t entry = 0; entry < tile.num_entries; entry = tile.next_table_entry)
+        if (attend_split(tile, entry)) merge_split(tile, tile.peak, tile.total, tile.out, tile.pitch);
     finish_tile(tile);
 }
 
@@ -97,9 +100,12 @@ static void attend_piece(Tile &tile, const SequencePlan &plan, int64_t piece) {
     const int64_t rest = plan.splits - first;
     const int64_t last = first + (rest < plan.splits_per_piece ? rest : plan.splits_per_piece);
     float *const results = tile.args->partials + plan.partials_at + tile.kv_head * plan.splits * floats;
-    for (int64_t split = first; split < last; ++split) {
+    int64_t entry = 0;
+    for (int64_t split = 0; split < first; ++split)
+        entry = end_of_split(tile.first_positions, tile.num_entries, entry);
+    for (int64_t split = first; split < last; ++split, entry = tile.next_table_entry) {
         float *peak = results + split * floats, *total = peak + tile.rows, *out = total + tile.rows;
-        if (!attend_split(tile, split)) {  // merging this changes nothing
+        if (!attend_split(tile, entry)) {  // merging this changes nothing
             for (int64_t row = 0; row < tile.rows; ++row) peak[row] = -__builtin_inff();
             memset(total, 0, size_t(floats - tile.rows) * 4);
             continue;
@@ -145,7 +151,7 @@ static void attend(const void *raw, const KvdBatch &batch, Worker &worker) {
         const int64_t rest = batch.query_starts[sequence + 1] - first;
         begin_tile(tile, sequence, kv_head, first, rest < plan.tokens_per_tile ? rest : plan.tokens_per_tile);
         if (cut.pieces == 1)
-            attend_chain(tile, cut.splits);
+            attend_chain(tile);
         else
             attend_piece(tile, cut, piece);
     }

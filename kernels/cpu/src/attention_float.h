@@ -219,7 +219,7 @@ KVD_INLINE const uint8_t *values_of(const Tile &tile, int64_t entry) {
 
 // Fixed-point scales of 16-bit values: 0 in slots that are not in use. A token with an element that is not finite is
 // told by bad_values; it is left out of the sums that all rows share, since it would spoil rows that do not see it.
-static void load_float_value_scales(Tile &tile, int64_t split) {
+static void load_float_value_scales(Tile &tile) {
     for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
         alignas(64) int32_t largest[BLOCK_TOKENS], lanes[W];
         alignas(64) float inverses[BLOCK_TOKENS];
@@ -237,8 +237,7 @@ static void load_float_value_scales(Tile &tile, int64_t split) {
         }
         float *scales = tile.value_scales + entry * BLOCK_TOKENS;
         scales_of_tokens(largest, tile.value_bits, scales, inverses);
-        const int64_t used = used_slots(tile, split, entry);
-        for (int64_t i = used < 0 ? 0 : used; i < BLOCK_TOKENS; ++i) scales[i] = 0.0f;
+        for (int64_t i = tile.used[entry]; i < BLOCK_TOKENS; ++i) scales[i] = 0.0f;
         for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
             const bool is_bad = scales[i] != 0.0f && largest[i] >= INFINITY_BITS;
             if (is_bad && !tile.has_bad_values) {

@@ -73,11 +73,11 @@ static void score_int8(Tile &tile) {
 }
 
 // Scales of the values: 0 in slots that are not in use, and where a scale is NaN, which bad_values then tells.
-static void load_value_scales(Tile &tile, int64_t split) {
+static void load_value_scales(Tile &tile) {
     load_scales(tile, tile.layer->v_scale_offset, tile.value_scales);
     for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
         float *scales = tile.value_scales + entry * BLOCK_TOKENS;
-        for (int64_t i = used_slots(tile, split, entry); i < BLOCK_TOKENS; ++i) scales[i] = 0.0f;
+        for (int64_t i = tile.used[entry]; i < BLOCK_TOKENS; ++i) scales[i] = 0.0f;
         vi is_bad = splat_int(0);
         for (int64_t i = 0; i < BLOCK_TOKENS; i += W) is_bad |= load(scales + i) != load(scales + i);
         int32_t any = 0;

@@ -6,9 +6,10 @@
 
 constexpr int64_t MASS_ELEMENTS = int64_t(1) << 17;
 
-// Scores of one split for the rows of a tile as e, with peak and total. False when no row sees a slot of it.
-static bool exponentiate_split(Tile &tile, int64_t split) {
-    if (!begin_split(tile, split)) return false;
+// Scores of the split that begins with table entry `entry` for the rows of a tile as e, with peak and total. False when
+// no row sees a slot of it.
+static bool exponentiate_split(Tile &tile, int64_t entry) {
+    if (!begin_split(tile, entry)) return false;
     if (tile.layer->k_type == KVD_I8)
         score_int8(tile);
     else
@@ -24,7 +25,6 @@ KVD_INLINE int64_t tokens_of_tile(int64_t heads) { return heads < TILE_ROWS ? TI
 // Mass of one sequence's tokens first … first + tokens - 1, added to `mass` [entries].
 static void add_mass(Tile &tile, int64_t sequence, int64_t first, int64_t tokens, float *mass, Arena arena) {
     const int64_t kv_heads = tile.layer->num_kv_heads, rows = tokens * tile.heads * kv_heads;
-    const int64_t num_splits = divide_up(tile.batch->groups[tile.layer->group_id].num_slots[sequence], SPLIT_SLOTS);
     const int64_t at_once = tokens_of_tile(tile.heads);
     float *peaks = arena.take<float>(rows), *totals = arena.take<float>(rows);
     int64_t room = 16;
@@ -37,8 +37,8 @@ static void add_mass(Tile &tile, int64_t sequence, int64_t first, int64_t tokens
                 tile.state_peak[row] = -__builtin_inff();
                 tile.state_total[row] = 0.0f;
             }
-            for (int64_t split = 0; split < num_splits; ++split) {
-                if (!exponentiate_split(tile, split)) continue;
+            for (int64_t entry = 0; entry < tile.num_entries; entry = tile.next_table_entry) {
+                if (!exponentiate_split(tile, entry)) continue;
                 memset(tile.out, 0, size_t(tile.rows * tile.pitch) * 4);
                 merge_split(tile, tile.peak, tile.total, tile.out, tile.pitch);
             }
@@ -46,12 +46,12 @@ static void add_mass(Tile &tile, int64_t sequence, int64_t first, int64_t tokens
             memcpy(peaks + at, tile.state_peak, size_t(tile.rows) * 4);
             memcpy(totals + at, tile.state_total, size_t(tile.rows) * 4);
         }
-    for (int64_t split = 0; split < num_splits; ++split) {
+    for (int64_t table_entry = 0; table_entry < tile.num_entries; table_entry = tile.next_table_entry) {
         memset(shares, 0, size_t(SPLIT_ENTRIES * room) * 4);
         for (int64_t head = 0; head < kv_heads; ++head)
             for (int64_t token = 0; token < tokens; token += at_once) {
                 begin_tile(tile, sequence, head, first + token, tokens - token < at_once ? tokens - token : at_once);
-                if (!exponentiate_split(tile, split)) continue;
+                if (!exponentiate_split(tile, table_entry)) continue;
                 for (int64_t row = 0; row < tile.rows; ++row) {
                     const int64_t at = (head * tokens + token) * tile.heads + row;
                     const float peak = peaks[at] < LOWEST ? LOWEST : peaks[at], total = totals[at];
@@ -65,9 +65,10 @@ static void add_mass(Tile &tile, int64_t sequence, int64_t first, int64_t tokens
                     }
                 }
             }
-        const int64_t left = tile.args->mass_stride - split * SPLIT_ENTRIES;
-        for (int64_t entry = 0; entry < SPLIT_ENTRIES && entry < left; ++entry)
-            mass[split * SPLIT_ENTRIES + entry] += tree_sum(shares + entry * room, rows);
+        for (int64_t entry = table_entry; entry < tile.next_table_entry; ++entry) {
+            const int64_t place = tile.first_positions[entry] / BLOCK_TOKENS % SPLIT_ENTRIES;
+            mass[entry] += tree_sum(shares + place * room, rows);
+        }
     }
 }
 

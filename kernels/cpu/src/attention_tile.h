@@ -1,10 +1,11 @@
-// What attention computes with: some query rows of one KV head, and one split of the block table at a time.
+// What attention computes with: some query rows of one KV head, and one split of the positions at a time.
 // Included inside namespace kvd::KVD_LEVEL.
 //
 // A tile is `tokens` neighbouring query tokens of a sequence times the `heads` query heads of one KV head; its row
-// r = token · heads + head. All rows share every load of K and V. A split is 256 slots, 16 table entries, of which only
-// the entries [first_entry, last_entry) are read: those before and behind are seen by no row, and a slot that is not
-// seen adds an exact zero to every sum. Per split and row (reference.splits states the arithmetic):
+// r = token · heads + head. All rows share every load of K and V. Split s is the positions 256 · s … 256 · s + 255, 16
+// places for table entries, of which only [first_entry, last_entry) are read: those before and behind are seen by no
+// row, and a slot that is not seen adds an exact zero to every sum. A place between them may have no table entry: it
+// is read from some block that exists, and hidden. Per split and row (reference.splits states the arithmetic):
 //
 //     scores [rows][256]    q·k · scales, then in place e = exp(score - peak), 0 where the row does not see the slot
 //     weights               e · value scale as integers, in the form that the level multiplies best
@@ -36,6 +37,8 @@ struct Tile {
     const KvdLayer *layer;
     const KvdBatch *batch;
     int64_t sequence, kv_head, first_token, tokens, heads, rows, head_dim, pitch, num_slots;
+    const int32_t *block_table, *first_positions;  // of the sequence; [num_entries], first_positions ascending
+    int64_t num_entries;
     int32_t first_query, last_query;  // least and greatest position among the tokens
     int query_bits, key_bits;         // of fixed-point numbers; the values' come from the number of slots
     int weight_bits, value_bits;
@@ -50,8 +53,10 @@ struct Tile {
     float *bias_scales;       // [rows], times the softmax scale
 
     // The split at hand.
-    int64_t first_entry, last_entry;
-    bool is_masked;             // some row does not see some slot of these entries
+    int64_t next_table_entry;   // the first of the next split
+    int64_t first_entry, last_entry;        // places
+    bool is_masked;             // some row does not see some slot of these places
+    int32_t used[SPLIT_ENTRIES];  // slots in use of each place
     bool has_bad_values;        // int8 values: a scale that is NaN; 16-bit ones: an element that is not finite
     const uint8_t *sections[SPLIT_ENTRIES];  // the layer's part of each block
     bool has_next;              // next_keys is set: this chain goes on behind this split
@@ -163,6 +168,25 @@ static void prepare_bias(Tile &tile, int64_t row, const float *q, float *coeffic
     for (int64_t i = 0; i < tile.pitch; ++i) tile.bias_codes[row * tile.pitch + i] = double(coefficients[i]);
 }
 
+// Where the split that begins with table entry `entry` ends.
+KVD_INLINE int64_t end_of_split(const int32_t *first_positions, int64_t num_entries, int64_t entry) {
+    const int64_t next_split = (first_positions[entry] / SPLIT_SLOTS + 1) * SPLIT_SLOTS;
+    int64_t end = entry + (next_split - first_positions[entry]) / BLOCK_TOKENS;  // where no place of it is empty
+    end = end < num_entries ? end : num_entries;
+    while (first_positions[end - 1] >= next_split) --end;
+    return end;
+}
+
+// Splits that hold an entry of a table.
+KVD_INLINE int64_t count_splits(const int32_t *first_positions, int64_t num_entries) {
+    if (num_entries == 0) return 0;
+    const int64_t first = first_positions[0], last = first_positions[num_entries - 1];
+    if (last - first == (num_entries - 1) * BLOCK_TOKENS) return last / SPLIT_SLOTS - first / SPLIT_SLOTS + 1;
+    int64_t count = 0;
+    for (int64_t entry = 0; entry < num_entries; entry = end_of_split(first_positions, num_entries, entry)) ++count;
+    return count;
+}
+
 // Choose the rows of a tile and turn their queries into integers.
 static void begin_tile(Tile &tile, int64_t sequence, int64_t kv_head, int64_t first_token, int64_t tokens) {
     const KvdAttendArgs &args = *tile.args;
@@ -171,7 +195,11 @@ static void begin_tile(Tile &tile, int64_t sequence, int64_t kv_head, int64_t fi
     tile.first_token = first_token;
     tile.tokens = tokens;
     tile.rows = tokens * tile.heads;
-    tile.num_slots = tile.batch->groups[tile.layer->group_id].num_slots[sequence];
+    const KvdGroupTables &tables = tile.batch->groups[tile.layer->group_id];
+    tile.num_slots = tables.num_slots[sequence];
+    tile.num_entries = divide_up(tile.num_slots, BLOCK_TOKENS);
+    tile.block_table = tables.block_tables + sequence * tables.table_stride;
+    tile.first_positions = tables.first_positions + sequence * tables.table_stride;
     tile.is_empty = true;
     tile.first_query = tile.last_query = tile.batch->positions[first_token];
     alignas(64) float x[MAX_HEAD_DIM], more[MAX_HEAD_DIM];
@@ -196,50 +224,61 @@ static void begin_tile(Tile &tile, int64_t sequence, int64_t kv_head, int64_t fi
     }
 }
 
-// Set the range of entries of a split that some row sees; false when there is none.
-static bool begin_split(Tile &tile, int64_t split) {
-    const KvdGroupTables &tables = tile.batch->groups[tile.layer->group_id];
-    const int64_t at = tile.sequence * tables.table_stride + split * SPLIT_ENTRIES, window = tile.layer->window;
-    const int32_t *first_positions = tables.first_positions + at;
-    const int64_t rest = tile.num_slots - split * SPLIT_SLOTS;
-    const int64_t entries = rest >= SPLIT_SLOTS ? SPLIT_ENTRIES : divide_up(rest, BLOCK_TOKENS);
-    tile.first_entry = entries;
-    tile.last_entry = 0;
-    tile.is_masked = false;
-    for (int64_t entry = 0; entry < entries; ++entry) {
-        const int64_t used = rest - entry * BLOCK_TOKENS;
-        const int64_t first = first_positions[entry], last = first + (used < BLOCK_TOKENS ? used : BLOCK_TOKENS) - 1;
-        if (first > tile.last_query || (window && last <= tile.first_query - window)) continue;
-        if (tile.last_entry == 0) tile.first_entry = entry;
-        tile.is_masked |= tile.last_entry != 0 && tile.last_entry != entry;  // a hole in the range is masked too
-        tile.last_entry = entry + 1;
-        tile.is_masked |= used < BLOCK_TOKENS || last > tile.first_query;
-        tile.is_masked |= window && first <= tile.last_query - window;
-    }
-    if (tile.last_entry == 0) return false;
-    const bool wants_positions = tile.is_masked || tile.args->key_bias != nullptr;
-    for (int64_t entry = tile.first_entry; entry < tile.last_entry; ++entry) {
-        tile.sections[entry] = tile.layer->pool + tables.block_tables[at + entry] * tile.layer->block_bytes;
-        if (!wants_positions) continue;
-        for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
-            const bool is_used = entry * BLOCK_TOKENS + i < rest;
-            tile.key_positions[entry * BLOCK_TOKENS + i] = is_used ? first_positions[entry] + int32_t(i) : HIDDEN_POSITION;
-        }
-    }
-    tile.has_bad_values = false;
-    tile.has_next = rest > SPLIT_SLOTS;
-    for (int64_t entry = 0; tile.has_next && entry < SPLIT_ENTRIES; ++entry) {
-        const bool is_used = SPLIT_SLOTS + entry * BLOCK_TOKENS < rest;  // else any address will do
-        const int64_t block = is_used ? tables.block_tables[at + SPLIT_ENTRIES + entry] : 0;
-        tile.next_keys[entry] = tile.layer->pool + block * tile.layer->block_bytes + tile.kv_head * tile.head_dim * 16;
-    }
-    return true;
+// The layer's part of the block of a table entry.
+KVD_INLINE const uint8_t *section_of(const Tile &tile, int64_t entry) {
+    return tile.layer->pool + tile.block_table[entry] * tile.layer->block_bytes;
 }
 
-// Slots of an entry that are in use.
-KVD_INLINE int64_t used_slots(const Tile &tile, int64_t split, int64_t entry) {
-    const int64_t used = tile.num_slots - split * SPLIT_SLOTS - entry * BLOCK_TOKENS;
+// Slots in use of a table entry.
+KVD_INLINE int64_t used_slots(const Tile &tile, int64_t entry) {
+    const int64_t used = tile.num_slots - entry * BLOCK_TOKENS;
     return used < BLOCK_TOKENS ? used : BLOCK_TOKENS;
+}
+
+// Take up the split that begins with table entry `entry`, and set the range of its places that some row sees; false
+// when there is none.
+static bool begin_split(Tile &tile, int64_t entry) {
+    const int32_t *first_positions = tile.first_positions;
+    const int64_t window = tile.layer->window, end = end_of_split(first_positions, tile.num_entries, entry);
+    const int64_t start = first_positions[entry] / SPLIT_SLOTS * SPLIT_SLOTS;
+    tile.next_table_entry = end;
+    int64_t first_seen = entry, last_seen = end;  // entries ascend: what is seen has no gap in the table
+    if (window)
+        while (first_seen < end &&
+               first_positions[first_seen] + used_slots(tile, first_seen) <= tile.first_query - window + 1)
+            ++first_seen;
+    while (last_seen > first_seen && first_positions[last_seen - 1] > tile.last_query) --last_seen;
+    if (first_seen == last_seen) return false;
+    const int64_t first = first_positions[first_seen], last = first_positions[last_seen - 1];
+    const int64_t last_used = used_slots(tile, last_seen - 1);
+    tile.first_entry = (first - start) / BLOCK_TOKENS;
+    tile.last_entry = (last - start) / BLOCK_TOKENS + 1;
+    const bool has_hole = tile.last_entry - tile.first_entry != last_seen - first_seen;
+    tile.is_masked = has_hole || last_used < BLOCK_TOKENS || last + last_used - 1 > tile.first_query ||
+                     (window && first <= tile.last_query - window);
+    for (int64_t place = tile.first_entry; has_hole && place < tile.last_entry; ++place) {
+        tile.sections[place] = section_of(tile, first_seen);
+        tile.used[place] = 0;
+    }
+    for (int64_t at = first_seen; at < last_seen; ++at) {
+        const int64_t place = (first_positions[at] - start) / BLOCK_TOKENS;
+        tile.sections[place] = section_of(tile, at);
+        tile.used[place] = BLOCK_TOKENS;
+    }
+    tile.used[tile.last_entry - 1] = int32_t(last_used);
+    if (tile.is_masked || tile.args->key_bias != nullptr)
+        for (int64_t place = tile.first_entry; place < tile.last_entry; ++place)
+            for (int64_t i = 0; i < BLOCK_TOKENS; ++i) {
+                const int64_t slot = place * BLOCK_TOKENS + i;
+                tile.key_positions[slot] = i < tile.used[place] ? int32_t(start + slot) : HIDDEN_POSITION;
+            }
+    tile.has_bad_values = false;
+    tile.has_next = end < tile.num_entries;
+    for (int64_t i = 0; tile.has_next && i < SPLIT_ENTRIES; ++i) {
+        const int64_t at = end + i < tile.num_entries ? end + i : end;  // any address will do
+        tile.next_keys[i] = section_of(tile, at) + tile.kv_head * tile.head_dim * 16;
+    }
+    return true;
 }
 
 // float16 scales [kv_head][16] of the entries in range as float32 [256].

@@ -1,4 +1,5 @@
-// Copying the first tokens of a block, as copy-on-write needs it. Plain memory moves: the same at every level.
+// Copying whole blocks between pools, and the first tokens of a block, as copy-on-write needs it. Plain memory moves:
+// the same at every level.
 #include <string.h>
 
 #include "abi.h"
@@ -47,4 +48,11 @@ extern "C" __attribute__((visibility("default"))) void kvd_copy_block(
         if (layer->v_type == KVD_I8)
             copy_tokens(to + layer->v_scale_offset, from + layer->v_scale_offset, heads, 2, num_tokens);
     }
+}
+
+extern "C" __attribute__((visibility("default"))) void kvd_copy_rows(
+    const uint8_t *source, const int64_t *source_rows, uint8_t *target, const int64_t *target_rows, int64_t count,
+    int64_t width) {
+    for (int64_t i = 0; i < count; ++i)
+        memcpy(target + target_rows[i] * width, source + source_rows[i] * width, size_t(width));
 }
