@@ -58,6 +58,15 @@ async def test_both_headers_carry_a_key(start_server: StartServer, headers: dict
     assert harness.engine.submitted[0].client == client
 
 
+async def test_without_keys_a_client_is_its_program_and_address(harness: Harness) -> None:
+    body = {"prompt": "a"}
+    for agent in ("aider/1.0", "x" * 100):
+        headers = {"User-Agent": agent, "X-Forwarded-For": "8.8.8.8"}
+        assert (await harness.post("/v1/completions", body, headers=headers))[0] == 200
+    clients = [request.client for request in harness.engine.submitted]
+    assert clients == ["aider/1.0 127.0.0.1", "x" * 59 + "… 127.0.0.1"]
+
+
 @pytest.mark.parametrize(
     "headers",
     [
