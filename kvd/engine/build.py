@@ -146,7 +146,7 @@ def build_engine(
             max_model_len=pool.max_model_len,
             max_waiting=config.max_waiting,
             queue_timeout_seconds=config.queue_timeout,
-            target_gap_seconds=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
+            target_gap_seconds=config.target_gap_seconds,
             is_auto_num_seqs=config.max_num_seqs is None,
             default_budget_tokens=config.kv_eviction_tokens,
             tool_turn_seconds=config.keep_tool_turns,
