@@ -37,7 +37,7 @@ class Arena:
 
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self.slots = tuple(slots)
-        self._bytes = tuple(memoryview(group.view(-1).numpy()) for group in slots)
+        self._bytes = tuple(group.view(-1).numpy().data for group in slots)
 
     def memory(self, group_id: int, slot: int) -> memoryview:
         """The bytes of one slot, writable, without a copy."""
