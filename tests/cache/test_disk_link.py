@@ -215,6 +215,23 @@ def test_what_was_under_way_at_a_reset_is_not_found_after_it(path: Path) -> None
         store.close()
 
 
+def test_a_load_between_a_reset_and_its_end_finds_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    reset = DiskStore.reset
+
+    def slow_reset(store: DiskStore) -> int:
+        assert go_on.wait(PATIENCE_SECONDS)
+        return reset(store)
+
+    blocks = chain(1, 20)
+    host.store_all(blocks)
+    monkeypatch.setattr(DiskStore, "reset", slow_reset)
+    host.link.reset()
+    host.load(blocks)
+    assert not any(done.ok for done in host.wait(20))
+    go_on.set()
+
+
 def test_a_reset_by_another_process_is_noticed(host: Host) -> None:
     blocks = chain(1, 20)
     host.store_all(blocks)
