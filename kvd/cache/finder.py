@@ -80,26 +80,26 @@ class Finder:
             return None
         parent = sequence.chain.parent_key(number)
         best: tuple[int, bytes, tuple[int, ...]] | None = None
-        for key, tokens, is_near in self._continuations(parent, wanted[0]):
+        for key, tokens in self._continuations(parent, wanted[0]):
             length = common_length(tokens, wanted)
-            if length <= (best[0] if best is not None else 0) or self._tiers.has(key) is None:
+            place = self._tiers.has(key) if length > (best[0] if best is not None else 0) else None
+            if place is None:
                 continue
-            if is_near or worth is None or worth(sum(self._tiers.block_bytes), length, True):
+            if place == "pool" or worth is None or worth(sum(self._tiers.block_bytes), length, place == "disk"):
                 best = length, key, tokens
         if best is None:
             return None
         length, key, tokens = best
         return RestoreStep(number, key, parent, tokens, number * BLOCK_SIZE + length, num_copied=length)
 
-    def _continuations(self, parent: bytes, first: int) -> Iterable[tuple[bytes, tuple[int, ...], bool]]:
-        """(key, tokens, is in memory) of known blocks behind `parent`, the nearest tier first."""
+    def _continuations(self, parent: bytes, first: int) -> Iterable[tuple[bytes, tuple[int, ...]]]:
+        """(key, tokens) of known blocks behind `parent`, the nearest tier first."""
         for block in self._groups[0].index.continuations(parent, first):
-            yield block.key, block.token_ids, True
+            yield block.key, block.token_ids
         for slot in self._tiers.ram.continuations(0, parent, first):
             if slot.key is not None:
-                yield slot.key, slot.token_ids, True
-        for key, tokens in self._tiers.slow.children(0, parent):
-            yield key, tokens, False
+                yield slot.key, slot.token_ids
+        yield from self._tiers.slow.children(0, parent)
 
 
 def _match_windows(groups: Sequence[LayerGroup], keys: Sequence[bytes], limit: int) -> int:

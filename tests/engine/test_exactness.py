@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from kvd.model.decoder import Decoder
 from kvd_kernels.cpu.library import Pool, installed_library
 from kvd_kernels.ops import Ops
-from tests.engine.harness import Harness, greedy, tokens_of
+from tests.engine.harness import Harness, assert_same_bytes, greedy, tokens_of
 
 NUM_TOKENS = 6
 PROMPT_TEXT = (
@@ -49,15 +48,6 @@ def alone(default_decoder: Decoder, prompt: list[int]) -> dict[int, bytes]:
     rows = harness.recorder.rows_of("it")
     assert len(rows) == NUM_TOKENS
     return rows
-
-
-def assert_same_bytes(rows: dict[int, bytes], expected: dict[int, bytes]) -> None:
-    assert rows.keys() == expected.keys()
-    for position in sorted(rows):
-        if rows[position] != expected[position]:
-            got, want = (np.frombuffer(r[position], dtype=np.float32) for r in (rows, expected))
-            count, largest = np.count_nonzero(got != want), np.abs(got - want).max()
-            raise AssertionError(f"position {position}: {count} logits differ, by up to {largest}")
 
 
 def test_beside_fifteen_others(default_decoder, default_tokenizer, prompt, alone) -> None:
