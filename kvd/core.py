@@ -176,9 +176,8 @@ class Sample(NamedTuple):
 class StepResult:
     """What came of a plan: one sample per item with `samples`, in plan order.
 
-    `masses` has one entry per item with `wants_mass`, in plan order: the softmax weight that each table entry of
-    group 0 got, summed over query tokens, heads and layers. `seconds` is everything; the two other times are parts of
-    it.
+    `masses` has one entry per item with `wants_mass`, in plan order: the softmax weight of each table entry of group 0,
+    summed over query tokens, heads and layers. `seconds` is everything; the two other times are parts of it.
     """
 
     step_id: int
@@ -365,8 +364,7 @@ class SnapshotSource(Protocol):
 class Control(Protocol):
     """What an operator may do to a running engine.
 
-    A chain of cached blocks is named by its `prefix_id` (see `PrefixView`), or by the id of a request that runs or
-    ended lately.
+    A chain of cached blocks is named by its `prefix_id` (see `PrefixView`), or by a request that runs or ended lately.
     """
 
     async def abort(self, request_id: str) -> bool: ...

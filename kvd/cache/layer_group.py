@@ -75,7 +75,9 @@ class LayerGroup:
     def share_block(self, block: IndexedBlock) -> None:
         """One more reference to an indexed block."""
         if self.pool.retain(block.block_id):
-            self._uncache(block)
+            self.policy.discard(block)
+            if block.parent is not None:
+                block.parent.num_children -= 1
 
     def release(self, block_id: int) -> None:
         """One reference less; with the last, the block is cached if it is indexed, as far as the cap allows."""

@@ -103,17 +103,18 @@ class SequenceBlocks:
 
         They are built only when they have changed.
         """
-        num_blocks = blocks_for(num_tokens)
-        if self._views is not None and self._num_viewed == num_blocks:
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        if self._num_viewed == num_blocks and self._views is not None:
             return self._views
         tables, positions = [], []
         for table, numbers in zip(self.tables, self.numbers, strict=True):
             end = num_blocks - numbers[0]
             if len(numbers) != numbers[-1] - numbers[0] + 1:
                 end = bisect_right(numbers, num_blocks - 1)
+            has_last = 0 < end <= len(numbers) and numbers[end - 1] == num_blocks - 1
+            assert has_last, f"no block for token {num_tokens - 1}"
             tables.append(tuple(table[:end]))
             positions.append(positions_of(numbers, end))
-            assert numbers[end - 1] == num_blocks - 1, f"no block for token {num_tokens - 1}"
         self._views = tuple(tables), tuple(positions)
         self._num_viewed = num_blocks
         return self._views

@@ -74,6 +74,32 @@ class Budget:
         state.num_in_flight += 1
         state.num_pending += samples
 
+    def grant_newest(self, state: RequestState) -> None:
+        """`grant` of the one token that a request which has caught up lacks: most of what most plans do."""
+        start = state.num_planned
+        token_ids = state.token_ids
+        is_known = start < len(token_ids)
+        block_tables, first_positions = state.blocks.views(start + 1)
+        assert state.slot is not None
+        self.items.append(
+            PlanItem(
+                state.request.request_id,
+                state.slot,
+                start,
+                (token_ids[start] if is_known else UNKNOWN_TOKEN,),
+                block_tables,
+                first_positions,
+                True,
+                not is_known,
+                state.forgetting is not None and state.forgetting.wants_mass,
+            )
+        )
+        self.states.append(state)
+        self.tokens_left -= 1
+        state.num_planned = start + 1
+        state.num_in_flight += 1
+        state.num_pending += 1
+
     def num_savable(self, state: RequestState) -> int:
         """Tokens of a request that are in place before this plan is run: its saves come first."""
         if any(state is restored for restored, _ in self.restored):

@@ -64,11 +64,12 @@ class Planner:
         self._cache.tiers.begin_plan()
         self._num_preempted = 0
         order = self._oldest_first()
-        decodes = [state for state in order if state.can_decode]
+        decodes = [state for state in order if state.num_planned >= state.prefill_target and state.num_to_plan]
+        prefills = [state for state in order if state.num_planned < state.prefill_target]
         budget = self._open_budget(len(decodes))
-        self._bring_back(order, budget)
+        self._bring_back(prefills, budget)
         self._grant_decodes(decodes, order, budget)
-        self._grant_prefills(order, budget)
+        self._grant_prefills(prefills, order, budget)
         self._admit(budget)
         saves, copies, restores = self._cache.tiers.take_transfers()
         if not (budget.items or saves or copies or restores or budget.restored):
@@ -106,9 +107,9 @@ class Planner:
 
     # ------------------------------------------------------------------ those that run
 
-    def _bring_back(self, order: Iterable[RequestState], budget: Budget) -> None:
+    def _bring_back(self, prefills: Iterable[RequestState], budget: Budget) -> None:
         """Blocks from RAM and disk for those that wait for some."""
-        for state in order:
+        for state in prefills:
             if state.blocks.restore is not None:
                 self._proceed(state, budget)
 
@@ -133,11 +134,11 @@ class Planner:
             if state.num_planned < state.blocks.num_covered or self._find_room(
                 state, order[0], budget, state.num_planned + 1
             ):
-                budget.grant(state, 1)
+                budget.grant_newest(state)
 
-    def _grant_prefills(self, order: list[RequestState], budget: Budget) -> None:
+    def _grant_prefills(self, prefills: list[RequestState], order: list[RequestState], budget: Budget) -> None:
         """What is left for those that are catching up; the decodes may have preempted some of them."""
-        for state in order:
+        for state in prefills:
             if not budget.tokens_left:
                 return
             if state.is_prefilling and state.is_running and state.blocks.restore is None:
