@@ -315,8 +315,8 @@ class DiskCacheKind:
         if set(parts) != {"path", "size"} or not parts["path"]:
             raise ValueRefused(self.expected)
         size = size_in_bytes(parts["size"])
-        if size is None or size < 2**20:
-            raise ValueRefused(f"{self.expected}, of at least 1MiB")
+        if size is None or size < 2**24:
+            raise ValueRefused(f"{self.expected}, of at least 16MiB")
         return DiskCache(os.path.expanduser(parts["path"]), size)
 
     def show(self, value: DiskCache) -> str:

@@ -19,8 +19,8 @@ queries in each, and its youth, when everybody looks at the newest block, counts
 An answer must not depend on what else the server does, so every drop is recorded and repeated as it was when a
 request is computed anew after a preemption; attention is counted once per query; and attention before position
 16·(B - S) is not counted at all, as those queries may never be computed: their blocks may come from the prefix cache.
-One thing is left: sums of floats depend in their last bits on how a prompt was cut into chunks, and so
-does the choice between blocks that are equal up to these.
+Sums of floats depend in their last bits on how a prompt is cut into chunks, so where attention counts, a prompt is cut
+at every 16th position and nowhere else (`wants_whole_chunk`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,13 @@ class DropSchedule:
         for other in (self._first_counted, self._num_accumulated):
             if start < other < end:
                 end = other
+        if self.wants_whole_chunk(start):
+            end = min(end, (start // BLOCK_SIZE + 1) * BLOCK_SIZE)
         return end
+
+    def wants_whole_chunk(self, start: int) -> bool:
+        """Whether a chunk of a prompt from `start` has to reach to `limit` or to its end, since its attention counts."""
+        return self.wants_mass and start >= max(self._first_counted, self._num_accumulated)
 
     def is_due(self, position: int, numbers: Sequence[int]) -> bool:
         """Whether `due` has something to drop. For "heavy_hitter" every position before must be accumulated by then."""

@@ -147,7 +147,10 @@ class Planner:
     def _grant_prefill(self, state: RequestState, oldest: RequestState, budget: Budget) -> None:
         num_tokens = min(state.num_to_plan, budget.tokens_left)
         if state.forgetting is not None:
-            num_tokens = min(num_tokens, state.forgetting.limit(state.num_planned) - state.num_planned)
+            whole = min(state.num_to_plan, state.forgetting.limit(state.num_planned) - state.num_planned)
+            if num_tokens < whole and state.forgetting.wants_whole_chunk(state.num_planned):
+                return
+            num_tokens = min(num_tokens, whole)
         num_covered = state.blocks.num_covered - state.num_planned
         if 0 < num_covered < num_tokens and not self._cover(state, budget, state.num_planned + num_tokens):
             num_tokens = num_covered  # a group with a window is short: rather a small chunk than others' blocks
