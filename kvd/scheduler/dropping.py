@@ -94,7 +94,7 @@ class DropSchedule:
         return end
 
     def wants_whole_chunk(self, start: int) -> bool:
-        """Whether a chunk of a prompt from `start` has to reach to `limit` or to its end, since its attention counts."""
+        """Whether a chunk of a prompt from `start` has to reach to `limit` or its end, since its attention counts."""
         return self.wants_mass and start >= max(self._first_counted, self._num_accumulated)
 
     def is_due(self, position: int, numbers: Sequence[int]) -> bool:

@@ -55,6 +55,8 @@ class Planner:
         self._concurrency = concurrency
         self._tally = tally
         self._clock = clock
+        # With less the decodes of the others might never leave it a whole chunk: then it is cut as it comes.
+        self._can_wait_for_chunks = config.max_num_batched_tokens >= config.max_num_seqs + BLOCK_SIZE - 1
         self._num_plans = 0
         self._num_preempted = 0  # in this pass
         self._refused: tuple[RequestState, int] | None = None  # and how many changes the cache had seen then
@@ -148,7 +150,11 @@ class Planner:
         num_tokens = min(state.num_to_plan, budget.tokens_left)
         if state.forgetting is not None:
             whole = min(state.num_to_plan, state.forgetting.limit(state.num_planned) - state.num_planned)
-            if num_tokens < whole and state.forgetting.wants_whole_chunk(state.num_planned):
+            if (
+                num_tokens < whole
+                and self._can_wait_for_chunks
+                and state.forgetting.wants_whole_chunk(state.num_planned)
+            ):
                 return
             num_tokens = min(num_tokens, whole)
         num_covered = state.blocks.num_covered - state.num_planned

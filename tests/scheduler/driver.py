@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd.cache.manager import CacheManager
-from kvd.core import Request, Sample, SamplingParams, StepPlan, StepResult, TokenEvent
+from kvd.core import KVEviction, Request, Sample, SamplingParams, StepPlan, StepResult, TokenEvent
 from kvd.scheduler.config import SchedulerConfig
-from kvd.scheduler.scheduler import Scheduler
+from kvd.scheduler.scheduler import Rates, Scheduler
 
 STOP = 9
 
@@ -21,6 +21,9 @@ def make_request(
     salt: str = "",
     deadline: float | None = None,
     arrival: float = 0.0,
+    client: str = "",
+    kv_eviction: KVEviction = "none",
+    kv_budget_tokens: int | None = None,
 ) -> Request:
     """`prompt` is the token ids, or how many of them (then no other request has the same first token)."""
     if isinstance(prompt, int):
@@ -31,9 +34,12 @@ def make_request(
         tuple(prompt),
         SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({STOP})),
         arrival,
+        client=client,
         priority=priority,
         cache_salt=salt,
         deadline=deadline,
+        kv_eviction=kv_eviction,
+        kv_budget_tokens=kv_budget_tokens,
     )
 
 
@@ -49,13 +55,16 @@ class Driver:
         max_model_len: int = 512,
         **options: object,
     ) -> None:
-        caching = {"enable_prefix_caching": options.pop("enable_prefix_caching", True)}
+        names = ("enable_prefix_caching", "windows", "num_ram_slots", "slow_tier", "block_bytes", "max_cached_blocks")
+        caching = {name: options.pop(name) for name in names if name in options}
+        rates = Rates(fixed=options.pop("rates")) if "rates" in options else None
         self.now = 0.0
-        self.cache = CacheManager(num_blocks, key_seed=b"seed", **caching)
+        self.cache = CacheManager(num_blocks, key_seed=b"seed", clock=lambda: self.now, **caching)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, **options),
             self.cache,
             lambda: self.now,
+            rates,
         )
         self.tokens: dict[str, int] = {}
         self.events: list[TokenEvent] = []

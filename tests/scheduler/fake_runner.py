@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from kvd.cache.manager import CacheManager, blocks_for
+from kvd.cache.prefix_index import IndexedBlock
 from kvd.core import BLOCK_SIZE, PlanItem, Sample, StepPlan, StepResult
 from kvd.scheduler.budget import UNKNOWN_TOKEN
 
-from .truth import Truth, masses_of, sampled_token
+from .truth import Truth, masses_of, next_value, sampled_token
 
 Content = list[int | None]
 
@@ -35,6 +37,7 @@ class Work:
     num_recomputed: int = 0
     computed: set[int] = field(default_factory=set)
     has_sampled: bool = False
+    largest_chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class FakeRunner:
         self.memory: list[list[Content]] = [_empty(each.num_blocks) for each in gauges]
         self.ram: list[list[Content]] = [_empty(each.num_ram_slots) for each in gauges]
         self.windows = [each.window for each in gauges]
+        self._checked: dict[tuple[int, int], tuple[IndexedBlock, Content]] = {}
         self.newest: dict[int, tuple[str, int]] = {}
         self.registered: set[str] = set()
 
@@ -94,10 +98,17 @@ class FakeRunner:
         return self._result(plan, samples, masses)
 
     def check_indexed_blocks(self) -> None:
-        """Every shareable block has all its tokens, as has every RAM slot that is there."""
-        for memory, group in zip(self.memory, self.cache._groups, strict=True):
+        """Every shareable block holds the chain of its tokens without a drop, and every known RAM slot is filled."""
+        for group_id, (memory, group) in enumerate(zip(self.memory, self.cache._groups, strict=True)):
             for block in group.index:
-                assert None not in memory[block.block_id], f"block {block.block_id} is shareable and not filled"
+                content = memory[block.block_id]
+                known = self._checked.get((group_id, block.block_id))
+                if known is not None and known[0] is block and known[1] == content:
+                    continue
+                assert None not in content, f"block {block.block_id} is shareable and not filled"
+                chain = list(accumulate(block.token_ids[1:], next_value, initial=content[0]))
+                assert content == chain, f"block {block.block_id} is shareable and holds something else"
+                self._checked[group_id, block.block_id] = block, list(content)
         for group_id, by_key in enumerate(self.cache.tiers.ram._by_key):
             for block in by_key.values():
                 if block.is_landed:
@@ -157,6 +168,9 @@ class FakeRunner:
         if not work.has_sampled:
             work.computed.update(range(item.start, min(end, num_prompt)))
         work.has_sampled |= item.samples
+        work.largest_chunk = max(work.largest_chunk, item.num_tokens)
+        if truth.request.kv_eviction == "heavy_hitter":
+            return  # it computes what others have, where it needs the attention
         shareable = (num_prompt - 1) // BLOCK_SIZE * BLOCK_SIZE
         if truth.forgotten:
             shareable = min(shareable, truth.forgotten[0][0])
@@ -167,7 +181,8 @@ class FakeRunner:
     def _check_tables(self, item: PlanItem, end: int, truth: Truth) -> None:
         """A table names the blocks that the item's queries see or write to.
 
-        With a window there may be some in front of them: at most the lead of its group, and one more.
+        With a window there may be some in front of them until more are needed: at most those of one chunk, the lead of
+        the group, and two more.
         """
         dropped = truth.dropped_at(item.start)
         assert len(item.block_tables) == len(item.first_positions) == len(self.memory)
@@ -179,7 +194,8 @@ class FakeRunner:
                 f"{item.request_id} at {item.start}…{end - 1} has blocks at {list(positions)}, not at {expected}"
             )
             assert all(number in dropped for number in range(needed, first)), "a block that is seen is not there"
-            assert needed - first <= blocks_for(window) + 2, f"keeps {needed - first} blocks that left the window"
+            spare = blocks_for(self.work[item.request_id].largest_chunk) + blocks_for(window) + 2
+            assert needed - first <= spare, f"keeps {needed - first} blocks that left the window"
             assert len(table) == len(positions)
             assert len(set(table)) == len(table), "a table names a block twice"
 

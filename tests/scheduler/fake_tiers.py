@@ -32,7 +32,7 @@ class FakeSlowTier:
         self.disk: dict[tuple[int, bytes], tuple[bytes, tuple[int, ...], tuple[int, ...]]] = {}
         self.jobs: list[_Job] = []
         self.is_stuck = False
-        self.num_stored = self.num_loaded = self.num_failed = 0
+        self.num_stored = self.num_loaded = self.num_failed_loads = 0
         self._failure_rate = failure_rate
         self._delay = delay
         self._random = random.Random(seed)
@@ -73,7 +73,7 @@ class FakeSlowTier:
                 is_ok = is_ok and self._read(group_id, slot, key)
             elif is_ok:
                 self._write(group_id, slot, key, parent_key, token_ids)
-            self.num_failed += not is_ok
+            self.num_failed_loads += is_load and not is_ok
             done.append(SlowDone(is_load, group_id, slot, key, is_ok))
         self.jobs = waiting
         rng.shuffle(done)

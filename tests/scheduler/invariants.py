@@ -71,20 +71,49 @@ def check_queues(scheduler: Scheduler, holders: list[RequestState]) -> None:
             may_lack_promised = state.forgetting is not None or any(group.window for group in scheduler.cache._groups)
             assert not state.num_forced or may_lack_promised, "preempted although it had all blocks it was promised"
             check_spans(scheduler, state)
+            check_published(scheduler.cache, blocks)
 
 
 def check_spans(scheduler: Scheduler, state: RequestState) -> None:
-    """A group with a window holds what the window spans, one chunk, and (window + 15) // 16 + 3 blocks."""
-    if not state.is_running or state.blocks.restore is not None or not state.num_in_flight:
+    """Behind its next token a windowed group holds the window, two chunks, and (window + 15) // 16 + 3 blocks."""
+    if not state.is_running or state.blocks.restore is not None:
         return
-    num_items = sum(flight.states.count(state) for flight in scheduler._roster.in_flight)
-    if not num_items:
+    if not any(state in flight.states for flight in scheduler._roster.in_flight):
         return  # what was restored is given up when its first tokens are computed
     for group, numbers in zip(scheduler.cache._groups, state.blocks.numbers, strict=True):
         if group.window:
-            start = state.num_planned - scheduler.config.max_num_batched_tokens
-            most = blocks_for(state.num_planned) - group.first_seen(max(0, start)) + blocks_for(group.window) + 3
-            assert len(numbers) <= most, f"{len(numbers)} blocks are held for a window of {group.window}"
+            start = max(0, state.num_planned - 2 * scheduler.config.max_num_batched_tokens)
+            most = blocks_for(state.num_planned) - group.first_seen(start) + blocks_for(group.window) + 3
+            behind = sum(number < blocks_for(state.num_planned) for number in numbers)
+            assert behind <= most, f"{behind} blocks are held for a window of {group.window}"
+
+
+def check_published(cache: CacheManager, blocks: SequenceBlocks) -> None:
+    """The first `num_published` blocks of a sequence are those that others find under its keys.
+
+    One that has dropped tokens may come back from RAM in blocks of its own, which it does not publish again.
+    """
+    if blocks.has_dropped:
+        return
+    for group, table, numbers in zip(cache._groups, blocks.tables, blocks.numbers, strict=True):
+        for number, block_id in zip(numbers, table, strict=True):
+            if number >= blocks.num_published:
+                break
+            known = group.index.find(blocks.chain.keys[number])
+            assert known is not None, f"block {number} of a sequence is published and unknown"
+            assert known.block_id == block_id, f"block {number} of a sequence is kept twice"
+
+
+def check_order(cache: CacheManager) -> None:
+    """A cached block is released after its children. Where tokens are forgotten a block can outlive its children."""
+    for group in cache._groups:
+        if not isinstance(group.policy, LeafOrder):
+            continue
+        places = group.policy._blocks
+        for place in places.values():
+            parent = place.block.parent
+            if parent is not None and parent.block_id in places and places[parent.block_id].block is parent:
+                assert place.number < places[parent.block_id].number, "a block is cached after the one before it"
 
 
 def check_slots(scheduler: Scheduler, holders: list[RequestState]) -> None:

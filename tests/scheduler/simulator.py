@@ -28,7 +28,7 @@ from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.scheduler import Scheduler
 
 from .fake_runner import FakeRunner
-from .invariants import check_everything
+from .invariants import check_everything, check_order
 from .truth import Truth
 from .worlds import World
 
@@ -157,6 +157,8 @@ class Simulation:
         rng = self.random
         if rng.random() < self.world.abort_rate and self.lived:
             request_id = rng.choice(list(self.alive if self.alive and rng.random() < 0.8 else self.lived))
+            rare = [name for name, one in self.alive.items() if one.state.stage in ("restoring", "swapped")]
+            request_id = rare[0] if rare else request_id
             was_alive = request_id in self.alive
             if was_alive:
                 self.seen[f"abort {self.alive[request_id].state.stage}"] += 1
@@ -213,6 +215,10 @@ class Simulation:
         if self.world.slow is not None:
             jobs = [(group_id, slot) for _, group_id, slot, *_ in self.world.slow.jobs]
         check_everything(self.scheduler, jobs)
+        if self.world.max_cached is not None:
+            assert all(gauges.num_cached <= self.world.max_cached for gauges in self.cache.gauges()), "over the cap"
+        if not self.world.forgetting_rate:
+            check_order(self.cache)
 
     def step(self) -> None:
         self.num_steps += 1

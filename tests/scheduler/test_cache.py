@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvd.cache.block_pool import BlockPool
 from kvd.cache.eviction import LeastRecentlyUsed
-from kvd.cache.manager import CacheManager, blocks_for
+from kvd.cache.manager import CacheManager, Refusal, SequenceBlocks, blocks_for
 from kvd.cache.prefix_index import IndexedBlock, KeyChain, PrefixIndex, root_key
 
 from .invariants import check_cache
@@ -141,34 +141,47 @@ def test_a_chain_is_extended_without_hashing_again() -> None:
     assert pieces.keys[0] == b"kept"
 
 
-def test_the_index_forgets_leaves_only() -> None:
+def test_the_index_knows_blocks_by_key_by_number_and_by_what_they_continue() -> None:
     index = PrefixIndex()
-    root = index.insert(3, b"k0", None)
-    leaf = index.insert(7, b"k1", b"k0")
-    assert (root.num_children, leaf.depth, leaf.parent) == (1, 1, root)
+    tokens = tuple(range(16))
+    index.insert(3, b"k0", b"root", 0, tokens)
+    index.insert(7, b"k1", b"k0", 1, tokens)
+    root, leaf = index.find(b"k0"), index.find(b"k1")
+    assert root is index.of_block(3)
+    assert root is not None
+    assert leaf is not None
+    assert (root.parent, leaf.depth, leaf.parent) == (None, 1, root)
+    assert index.continuations(b"k0", 0) == [leaf]
+    assert not index.continuations(b"k0", 1)
+    assert index.has_continuation(b"root")
     assert index.match_length([b"k0", b"k1", b"k2"], 3) == 2
     assert index.match_length([b"k1", b"k0"], 2) == 2
     assert index.match_length([b"??", b"k1"], 2) == 0
-    with pytest.raises(AssertionError, match="children"):
-        index.remove(root)
     with pytest.raises(AssertionError, match="taken"):
-        index.insert(8, b"k1", b"k0")
+        index.insert(8, b"k1", b"k0", 1, tokens)
     with pytest.raises(AssertionError, match="has a key"):
-        index.insert(7, b"k5", b"k0")
+        index.insert(7, b"k5", b"k0", 1, tokens)
     index.remove(leaf)
     index.remove(root)
     assert len(index) == 0
+    assert not index.has_continuation(b"root")
+    assert not index.continuations(b"k0", 0)
 
 
 # --------------------------------------------------------------------------- manager
 
 
-def computed(cache: CacheManager, token_ids: list[int], salt: str = ""):
+def computed(cache: CacheManager, token_ids: list[int], salt: str = "") -> SequenceBlocks:
     """A sequence whose tokens have all been computed by a committed step."""
     sequence = cache.open(salt)
-    assert cache.allocate(sequence, token_ids) is not None
+    assert not isinstance(cache.allocate(sequence, token_ids), Refusal)
     cache.release(cache.publish(sequence, token_ids, len(token_ids)))
     return sequence
+
+
+def known_blocks(cache: CacheManager, token_ids: list[int]) -> int:
+    """Full blocks of these tokens that another request would share."""
+    return cache._finder.match(cache.open(""), [*token_ids, 0])
 
 
 def test_blocks_for() -> None:
@@ -185,7 +198,7 @@ def test_eviction_takes_the_least_recently_released_chain_from_its_end() -> None
     for _ in range(6):
         sequence = cache.open("other")
         assert cache.allocate(sequence, [1]) == 0
-        remaining.append([cache.match(cache.open(""), [*tokens, 0]) for tokens in (first, second)])
+        remaining.append([known_blocks(cache, tokens) for tokens in (first, second)])
     assert remaining == [[2, 3], [1, 3], [0, 3], [0, 2], [0, 1], [0, 0]]
     assert cache.num_evicted_blocks == 6
 
@@ -201,8 +214,8 @@ def test_a_hit_makes_a_chain_recent_again() -> None:
     cache.free(again)
     sequence = cache.open("other")
     cache.allocate(sequence, [1] * 48)
-    assert cache.match(cache.open(""), [*second, 0]) == 0
-    assert cache.match(cache.open(""), [*first, 0]) == 1
+    assert known_blocks(cache, second) == 0
+    assert known_blocks(cache, first) == 1
 
 
 def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
@@ -211,14 +224,16 @@ def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
     before = cache.gauges()
     sequence = cache.open("")
     # Two of the five blocks are cached, but taking them leaves only two for the other three.
-    assert cache.allocate(sequence, list(range(66))) is None
-    assert cache.allocate(sequence, list(range(64)), num_spare_blocks=1) is None
+    assert cache.allocate(sequence, list(range(66))) is Refusal.NO_ROOM
+    assert cache.allocate(sequence, list(range(64)), num_spare_blocks=1) is Refusal.NO_ROOM
+    assert cache.allocate(sequence, list(range(64)), num_extra_tokens=1) is Refusal.NO_ROOM
     assert cache.gauges() == before
     assert sequence.num_blocks == 0
+    assert not cache._computing
     assert cache.allocate(sequence, list(range(64))) == 32
-    assert not cache.append(sequence, 65)
+    assert cache.cover(sequence, 64, 65) == (False, [])
     assert [len(table) for table in sequence.tables] == [4, 4]
-    check_cache(cache, [_holder(sequence)], [])
+    check_cache(cache, [sequence])
 
 
 def test_groups_hit_only_as_far_as_all_of_them_have_it() -> None:
@@ -231,9 +246,9 @@ def test_groups_hit_only_as_far_as_all_of_them_have_it() -> None:
     # In the first group block two is known already: the sequence goes over to it.
     replaced = cache.publish(again, list(range(48)), 48)
     assert [group_id for group_id, _ in replaced] == [0]
-    check_cache(cache, [_holder(again)], replaced)
+    check_cache(cache, [again], replaced)
     cache.release(replaced)
-    check_cache(cache, [_holder(again)], [])
+    check_cache(cache, [again])
 
 
 def test_reset_drops_what_nobody_uses_and_nothing_else() -> None:
@@ -243,7 +258,7 @@ def test_reset_drops_what_nobody_uses_and_nothing_else() -> None:
     assert cache.num_blocks_cached == 2
     assert cache.reset() == 2
     assert (cache.num_blocks_active, cache.num_blocks_cached) == (2, 0)
-    assert cache.match(cache.open(""), [*range(32), 0]) == 2
+    assert known_blocks(cache, list(range(32))) == 2
     assert cache.num_evicted_blocks == 0
     cache.free(used)
     assert cache.reset() == 2
@@ -257,9 +272,9 @@ def test_views_are_built_once_per_table() -> None:
     views = sequence.views(30)
     assert sequence.views(31) is views
     assert [len(table) for table in sequence.views(16)[0]] == [1, 1]
-    cache.append(sequence, 33)
+    assert cache.cover(sequence, 30, 33) == (True, [])
     assert [len(table) for table in sequence.views(33)[0]] == [3, 3]
-    with pytest.raises(AssertionError, match="do not fit"):
+    with pytest.raises(AssertionError, match="no block for token 48"):
         sequence.views(49)
 
 
@@ -275,14 +290,7 @@ def test_the_policy_alone_decides_the_order() -> None:
     for tokens in (first, second):
         cache.free(computed(cache, tokens))
     assert cache.allocate(cache.open("other"), [1] * 32) == 0
-    assert [cache.match(cache.open(""), [*tokens, 0]) for tokens in (first, second)] == [3, 1]
-
-
-class _holder:
-    """What `check_cache` wants to know of a request."""
-
-    def __init__(self, blocks: object) -> None:
-        self.blocks = blocks
+    assert [known_blocks(cache, tokens) for tokens in (first, second)] == [3, 1]
 
 
 # --------------------------------------------------------------------------- layers

@@ -8,7 +8,6 @@ from kvd.errors import ConfigError, ContextLengthExceeded, RequestError, ServerO
 from kvd.scheduler.admission import expected_growth_blocks, spare_blocks
 from kvd.scheduler.budget import UNKNOWN_TOKEN
 from kvd.scheduler.config import SchedulerConfig
-from kvd.scheduler.preemption import choose_victim, oldest_of
 
 from .driver import STOP, Driver, make_request, shape
 from .invariants import check_everything
@@ -323,32 +322,6 @@ def test_the_latest_is_preempted_and_its_recomputation_is_not_a_hit() -> None:
     assert driver.scheduler.request_views() == ()
 
 
-@pytest.mark.parametrize(
-    ("asking", "fresh", "victim"),
-    [
-        ("oldest", "", "humble"),  # the lowest priority before the latest arrival
-        ("oldest", "humble", "latest"),
-        ("oldest", "humble latest", "middle"),
-        ("oldest", "humble latest middle", None),  # nobody twice without progress: it waits
-        ("latest", "humble", "latest"),  # itself
-        ("latest", "humble latest", None),  # nobody before it
-        ("middle", "humble", "latest"),
-        ("humble", "", "humble"),
-    ],
-)
-def test_who_gives_way(asking: str, fresh: str, victim: str | None) -> None:
-    driver = Driver(max_num_batched_tokens=100)
-    priorities = {"oldest": 5, "middle": 0, "humble": 1, "latest": 0}
-    for request_id, priority in priorities.items():
-        driver.scheduler.add(make_request(request_id, 3, priority=priority))
-    driver.step()
-    states = driver.scheduler._states
-    for request_id in fresh.split():
-        states[request_id].has_progressed = False
-    chosen = choose_victim(driver.scheduler._running, states[asking], oldest_of(driver.scheduler._running))
-    assert (chosen and chosen.request.request_id) == victim
-
-
 def crowded(**options: object) -> Driver:
     """A small pool into which everything is admitted that fits at the moment."""
     settings: dict[str, object] = {"num_blocks": (5,), "max_num_batched_tokens": 64}
@@ -429,7 +402,7 @@ def test_expected_growth() -> None:
     driver.scheduler.add(make_request("b", 10, max_tokens=7))  # may grow to 16 stored tokens: no further block
     driver.scheduler.add(make_request("c", 10, max_tokens=8))
     config = driver.scheduler.config
-    a, b, c = (driver.scheduler._states[request_id] for request_id in "abc")
+    a, b, c = (driver.scheduler._roster.states[request_id] for request_id in "abc")
     assert [expected_growth_blocks(state, config) for state in (a, b, c)] == [1, 0, 1]
     assert [spare_blocks(running, a, config) for running in ([], [b], [b, a])] == [0, 1, 2]
     driver.step()
@@ -486,76 +459,7 @@ def test_a_slot_is_the_smallest_free_one_and_not_reused_in_flight() -> None:
     assert [request.request_id for request in plan.new_requests] == ["c"]
 
 
-# --------------------------------------------------------------------------- prefix cache, as requests see it
-
-
-def test_case_9_three_chunks_twice() -> None:
-    driver = Driver(max_num_batched_tokens=32)
-    prompt = range(100, 190)
-    driver.scheduler.add(make_request("first", prompt, max_tokens=1))
-    driver.finish()
-    assert [len(plan.items[0].token_ids) for plan in driver.plans] == [32, 32, 26]
-    assert driver.last_event("first").num_cached_tokens == 0
-    driver.scheduler.add(make_request("second", prompt, max_tokens=1))
-    driver.finish()
-    assert driver.last_event("second").num_cached_tokens == 80  # five full blocks of 90 tokens: beyond chunk one
-    assert driver.num_computed("second") == 10
-    counters = driver.scheduler.counters()
-    assert (counters.prefix_query_tokens, counters.prefix_hit_tokens) == (180, 80)
-    assert (counters.prompt_tokens, counters.prompt_tokens_cached) == (180, 80)
-    assert counters.prefill_tokens_computed == 100
-
-
-def test_the_last_prompt_token_is_always_computed() -> None:
-    driver = Driver()
-    for request_id, cached in (("a", 0), ("b", 16)):
-        driver.scheduler.add(make_request(request_id, range(50, 82), max_tokens=1))
-        driver.finish()
-        assert driver.last_event(request_id).num_cached_tokens == cached
-
-
-def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
-    driver = Driver()
-    driver.scheduler.add(make_request("turn 1", range(50, 70), max_tokens=14))
-    driver.finish()
-    # 20 + 14 tokens, the last of which was never computed: two full blocks.
-    driver.scheduler.add(make_request("turn 2", [*range(50, 70), *[5] * 14, *range(30)], max_tokens=1))
-    driver.finish()
-    assert driver.last_event("turn 2").num_cached_tokens == 32
-
-
-def test_nothing_is_shared_before_its_step_is_committed() -> None:
-    driver = Driver(max_num_batched_tokens=100)
-    driver.scheduler.add(make_request("a", range(50, 90), max_tokens=9))
-    driver.scheduler.add(make_request("b", range(50, 90), max_tokens=9))
-    driver.step()
-    assert [item.num_tokens for item in driver.plans[0].items] == [40, 40]
-    assert driver.cache.num_blocks_active == 4  # two of them went over to those of the other: 2 shared, 1 + 1 own
-    assert driver.last_event("b").num_cached_tokens == 0
-    driver.scheduler.add(make_request("c", range(50, 90), max_tokens=9))
-    driver.step()
-    assert driver.last_event("c").num_cached_tokens == 32
-    check_everything(driver.scheduler)
-
-
-def test_case_11_salts_share_nothing_and_one_salt_shares() -> None:
-    driver = Driver()
-    cached = []
-    for request_id, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x"), ("e", "")):
-        driver.scheduler.add(make_request(request_id, range(40), max_tokens=1, salt=salt))
-        driver.finish()
-        cached.append(driver.last_event(request_id).num_cached_tokens)
-    assert cached == [0, 0, 0, 32, 32]
-
-
-def test_without_prefix_caching_nothing_hits_and_nothing_stays() -> None:
-    driver = Driver(enable_prefix_caching=False)
-    for request_id in "ab":
-        driver.scheduler.add(make_request(request_id, range(40), max_tokens=1))
-        driver.finish()
-        assert driver.last_event(request_id).num_cached_tokens == 0
-    assert driver.cache.num_blocks_free == driver.cache.num_blocks
-    assert driver.scheduler.counters().prefix_query_tokens == 0
+# --------------------------------------------------------------------------- numbers
 
 
 def test_case_35_gauges_count_what_runs_and_what_stays() -> None:

@@ -37,7 +37,7 @@ def watch_into(seen: Counter[str]):
         seen["refused"] += simulation.num_refused
         seen["copies"] += simulation.runner.copies_seen
         if simulation.world.slow is not None:
-            seen["loads that failed"] += simulation.world.slow.num_failed
+            seen["loads that failed"] += simulation.world.slow.num_failed_loads
 
     return watch
 
