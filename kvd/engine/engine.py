@@ -106,6 +106,7 @@ class Engine:
                 if self._has_work and not self._is_stopping:
                     self._step()
                 self._publish()
+            self._write_through()
         except BaseException as error:  # a fault of ours: everybody who waits must hear of it
             self._failure = f"{type(error).__name__}: {error}"
             self._state = "failed"
@@ -115,6 +116,14 @@ class Engine:
             if self._disk is not None:
                 self._disk.close()
             self._call_loop(self._close)
+
+    def _write_through(self) -> None:
+        """Hand the disk tier the blocks that the last step has completed, so that a restart finds them."""
+        if self._disk is None or self._scheduler.has_work or not self._scheduler.has_moves:
+            return
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._scheduler.commit(plan, self._runner.run(plan))
 
     @property
     def _has_work(self) -> bool:

@@ -7,6 +7,7 @@ beside other requests. What is compared is one request alone, in one chunk, with
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,17 @@ import pytest
 import kvd.engine.runner as runner_module
 from kvd.cache.disk_folder import DATABASE_NAME
 from kvd.cache.manager import blocks_for
+from kvd.config import Config, DiskCache
 from kvd.core import BLOCK_SIZE, BlockTransfer, Request, TokenEvent
+from kvd.engine.build import build_engine
+from kvd.engine.engine import Engine
 from kvd.model.decoder import Decoder
-from tests.engine.harness import COMPUTING_IS_CHEAP, SWAP_IS_CHEAP, Harness, assert_same_bytes, greedy
+from kvd.model.loading import read_spec, resolve_model
+from kvd.model.progress import QuietProgress
+from tests.engine.harness import COMPUTING_IS_CHEAP, SWAP_IS_CHEAP, Harness, Recorder, assert_same_bytes, greedy
 from tests.engine.small_models import random_tokens, small_decoder
 from tests.engine.test_exactness import PROMPT_TEXT
+from tests.model.checkpoints import make_llama
 
 NUM_TOKENS = 8
 CARELESS = {"expected_growth_factor": 0.0, "min_expected_growth_tokens": 0}
@@ -335,3 +342,31 @@ def test_a_ram_tier_grows_by_no_more_than_its_cap(tmp_path: Path) -> None:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def test_a_server_that_is_told_to_stop_during_its_last_step_keeps_the_blocks_of_that_step(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model")
+    files = resolve_model(str(path), home=tmp_path / "home", revision=None, progress=QuietProgress())
+    blocks = DiskCache(str(tmp_path / "blocks"), 64 << 20)
+    config = Config(model=str(path), home=str(tmp_path / "home"), num_gpu_blocks_override=32, disk_cache=blocks)
+
+    class Stopping(Recorder):
+        engine: Engine | None = None
+
+        def computed(self, request_id: str, start: int, num_tokens: int) -> None:
+            if self.engine is not None:
+                self.engine._inbox.put(self.engine._stop_thread)
+
+    observer = Stopping()
+    engine = build_engine(
+        config, files, read_spec(files),
+        home=tmp_path / "home", progress=QuietProgress(), log=lambda level, line: None, observer=observer,
+    )  # fmt: skip
+    await engine.start()
+    observer.engine = engine
+    stream = engine.submit(replace(greedy("it", random_tokens(1, 100), 1), arrival_time=time.monotonic()))
+    assert [event.finish_reason async for events in stream for event in events] == ["length"]
+    await engine.stop(10)
+    disk = engine._disk
+    assert disk is not None
+    assert disk.statistics().num_blocks == 100 // BLOCK_SIZE
