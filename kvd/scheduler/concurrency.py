@@ -13,9 +13,9 @@ limit matter, so only then is anything learnt:
            then half as many more, and so on down to a tenth more or less. More must gain `GAIN`, fewer must not lose.
   hold     The limit stays. After `FIRST_HOLD` steps, twice as many each time that nothing came of it, or at once when
            throughput at the limit has changed by `DRIFT`, a quarter more and a quarter less are tried.
-  recover  A preemption wastes work, so the limit falls at once below what ran, and rises again by an eighth per
-           `FIRST_CALM` steps without another one, up to where it was; twice as many after a relapse, half as many
-           after two rises in a row.
+  recover  A preemption for want of blocks wastes work, so the limit falls at once below what ran, and rises again by
+           an eighth per `FIRST_CALM` steps without another one, up to where it was; twice as many after a relapse,
+           half as many after two rises in a row.
 
 While steps of one kind take about the same time and enough requests wait, the search takes at most
 `WINDOW` · (log2(maximum) + 8) decode steps at the limits tried, and ends within 10% of the greatest throughput of any
@@ -105,7 +105,10 @@ class ConcurrencyLimit:
     def observe_step(
         self, num_running: int, num_waiting: int, num_tokens: int, seconds: float, num_preempted: int
     ) -> None:
-        """A step computed `num_tokens` tokens; so many requests run and wait, so many were preempted for it."""
+        """A step computed `num_tokens` tokens; so many requests run and wait, so many gave way for want of blocks.
+
+        Who gave way to a better priority is not counted: that says nothing about how many can run.
+        """
         if not self._is_auto:
             return
         if num_preempted:

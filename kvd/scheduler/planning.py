@@ -58,13 +58,12 @@ class Planner:
         # With less the decodes of the others might never leave it a whole chunk: then it is cut as it comes.
         self._can_wait_for_chunks = config.max_num_batched_tokens >= config.max_num_seqs + BLOCK_SIZE - 1
         self._num_plans = 0
-        self._num_preempted = 0  # in this pass
+        self._num_preempted = 0  # for want of blocks, since the latest plan
         self._refused: tuple[RequestState, int] | None = None  # and how many changes the cache had seen then
 
     def plan(self) -> StepPlan | None:
         """The next step, put in flight; None if nothing can be done before another is committed, or at all."""
         self._cache.tiers.begin_plan()
-        self._num_preempted = 0
         order = self._oldest_first()
         decodes = [state for state in order if state.num_planned >= state.prefill_target and state.num_to_plan]
         prefills = [state for state in order if state.num_planned < state.prefill_target]
@@ -84,6 +83,7 @@ class Planner:
         new.clear()
         ended.clear()
         self._roster.in_flight.append(Flight(plan, budget.states, budget.restored, self._num_preempted, budget.retired))
+        self._num_preempted = 0
         return plan
 
     def _open_budget(self, num_decodes: int) -> Budget:
@@ -181,6 +181,7 @@ class Planner:
             victim = choose_victim_by_cost(self._roster.running, state, oldest, self._cost)
             if victim is None:
                 return False
+            self._num_preempted += 1
             self._preempt(victim, budget)
             if victim is state:
                 return False
@@ -226,7 +227,6 @@ class Planner:
         """Back to the queue; its place in the order of service is kept."""
         is_swap = self._weigh(state)[1] == "swap"
         self._roster.preempt(state, num_kept_tokens=budget.num_savable(state) if is_swap else 0)
-        self._num_preempted += 1
 
     def _break_deadlock(self, budget: Budget) -> bool:
         """Let the last in the order of service give way though it has not got anywhere, if nobody can go on.
@@ -240,6 +240,7 @@ class Planner:
             return False
         victim = max([state for state in running if state is not oldest_of(running)], key=order_of_running)
         victim.num_forced += 1
+        self._num_preempted += 1
         self._preempt(victim, budget)
         return True
 
