@@ -1,7 +1,8 @@
 """Chains of cached blocks as operators and clients name them: kept, pinned, held, listed, put in from a file.
 
 Owner: the engine thread, through `CacheManager`. A pin or a hold is a reference on every block of a chain, so what is
-pinned is never cached and no eviction policy ever hears of it.
+pinned is never cached and no eviction policy ever hears of it. Pins last, and what they take is no part of the pool's
+capacity; holds end soon, and whoever lacks their blocks waits for that.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Chains:
         self._tiers = tiers
         self._release = release
         self._pins: dict[bytes, ChainHold] = {}
+        self._num_held = 0  # references of holds that are not pins
+        self._num_pinned = 0
 
     def keep(self, keys: Sequence[bytes], until: float) -> int:
         """Keep the blocks under a chain of keys until a time of the clock, if room allows; how many there are."""
@@ -61,6 +64,12 @@ class Chains:
 
     def hold_chain(self, key: bytes) -> ChainHold | None:
         """References on all blocks of a chain, in every group that has them; None if it is not in the pool."""
+        hold = self._hold(key)
+        if hold is not None:
+            self._num_held += len(hold.blocks)
+        return hold
+
+    def _hold(self, key: bytes) -> ChainHold | None:
         chain = self.chain_of(key)
         blocks: list[tuple[int, IndexedBlock]] = []
         for block in chain:
@@ -73,15 +82,24 @@ class Chains:
 
     def let_go(self, hold: ChainHold) -> None:
         """Give up the references of a hold, once."""
+        self._num_held -= len(hold.blocks)
+        self._let_go(hold)
+
+    def _let_go(self, hold: ChainHold) -> None:
         self._release([(group_id, block.block_id) for group_id, block in reversed(hold.blocks)])
         hold.blocks.clear()
+
+    @property
+    def is_holding(self) -> bool:
+        """Somebody holds blocks for a time, and will let them go."""
+        return self._num_held > 0
 
     def insert(
         self, group_id: int, key: bytes, parent_key: bytes, token_ids: tuple[int, ...]
     ) -> tuple[IndexedBlock, bool] | None:
-        """A referenced block under a key, and whether it is new: then the caller fills it before it does anything else.
+        """A held block under a key, and whether it is new: then the caller fills it before it does anything else.
 
-        None when there is no room. Blocks come in the order of their chain.
+        None when there is no room. Blocks come in the order of their chain. To be called while no plan is in flight.
         """
         group = self._groups[group_id]
         if key in group.index:
@@ -91,6 +109,7 @@ class Chains:
             parent = group.index.find(parent_key)
             depth = 0 if parent is None else parent.depth + 1
             block_id = group.take()
+            self._tiers.overwrite(group_id, block_id)
             group.index.insert(block_id, key, parent_key, depth, token_ids)
             self._tiers.publish(group_id, block_id, key, parent_key, token_ids)
             is_new = True
@@ -98,22 +117,25 @@ class Chains:
             return None
         block = group.index.find(key)
         assert block is not None
+        self._num_held += 1
         return block, is_new
 
     def pin(self, key: bytes) -> int:
         """Hold a chain of cached blocks until `unpin`; returns its blocks, 0 if it is not there."""
         if key not in self._pins:
-            hold = self.hold_chain(key)
+            hold = self._hold(key)
             if hold is None:
                 return 0
             self._pins[key] = hold
+            self._count_pinned()
         return len(self._pins[key].blocks)
 
     def unpin(self, key: bytes) -> bool:
         """Give a pinned chain up; False if it was not pinned."""
         hold = self._pins.pop(key, None)
         if hold is not None:
-            self.let_go(hold)
+            self._let_go(hold)
+            self._count_pinned()
         return hold is not None
 
     def longest_known(self, keys: Sequence[bytes]) -> bytes | None:
@@ -123,8 +145,12 @@ class Chains:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Blocks of the first group that pins hold, each counted once."""
-        return len({block.block_id for hold in self._pins.values() for group, block in hold.blocks if not group})
+        """Blocks of the first group that pins hold, each counted once. Any thread."""
+        return self._num_pinned
+
+    def _count_pinned(self) -> None:
+        held = (block for hold in self._pins.values() for group_id, block in hold.blocks if not group_id)
+        self._num_pinned = len({block.block_id for block in held})
 
     def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
         """The chains that were found most often, those in use and pinned ones included."""

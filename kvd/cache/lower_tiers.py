@@ -103,9 +103,13 @@ class LowerTiers:
             self.ram.release(self.ram.at(transfer.group_id, transfer.slot))
 
     def publish(self, group_id: int, block_id: int, key: bytes, parent_key: bytes, token_ids: tuple[int, ...]) -> None:
-        """A block is complete. Nobody overwrites it before the next plan, which saves it."""
+        """A block is complete. The next plan saves it before it does anything else."""
         if self._has_room:
             self._published.append((group_id, block_id, key, parent_key, token_ids))
+
+    def overwrite(self, group_id: int, block_id: int) -> None:
+        """A block gets other content at once, without a plan: what was published in it can be saved no more."""
+        self._published = [each for each in self._published if each[:2] != (group_id, block_id)]
 
     def reset(self) -> tuple[int, int]:
         """Forget what nobody holds, in RAM and below; (RAM slots, blocks of the slow tier)."""

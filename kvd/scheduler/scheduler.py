@@ -214,7 +214,8 @@ class Scheduler:
         assert len(self._roster.in_flight) < MAX_IN_FLIGHT, "plan() runs too far ahead of commit()"
         plan = self._planner.plan()
         # With nothing in flight or under way, nobody would ever wake those who wait.
-        assert plan or self._roster.in_flight or not self._roster.states or self.cache.tiers.is_busy, "nothing can run"
+        is_awaited = self.cache.tiers.is_busy or self.cache.chains.is_holding
+        assert plan or self._roster.in_flight or not self._roster.states or is_awaited, "nothing can run"
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:

@@ -1,0 +1,95 @@
+"""Where cache, scheduler and operators meet: sessions beside write-through, holds beside requests, priorities."""
+
+from __future__ import annotations
+
+from kvd.core import BLOCK_SIZE
+
+from .driver import Driver, make_request
+
+
+def test_a_block_from_a_session_never_reaches_ram_under_the_key_of_what_it_replaced() -> None:
+    """A session fills its blocks at once: what was published in them, and not saved yet, is gone."""
+    driver = Driver(num_blocks=(4,), num_ram_slots=(8,), block_bytes=(1,))
+    cache = driver.cache
+    driver.scheduler.add(make_request("gone", 2 * BLOCK_SIZE, max_tokens=1))
+    driver.step()
+    parent = cache.open("").chain.root
+    for number in range(3):
+        key = bytes([number]) * 16
+        inserted = cache.chains.insert(0, key, parent, tuple(range(100 * number, 100 * number + BLOCK_SIZE)))
+        assert inserted is not None
+        assert inserted[1]
+        parent = key
+    plan = driver.plan()
+    index = cache._groups[0].index
+    saved = {save.block_id: cache.tiers.ram.at(0, save.slot).key for save in plan.saves}
+    assert len(plan.saves) == 4, "the one block of the request that is left, and the session's"
+    assert saved == {block.block_id: block.key for block in index}
+
+
+def test_a_request_waits_for_blocks_that_are_held() -> None:
+    """While a session is written its chain cannot be evicted; nobody else may be there to give way."""
+    driver = Driver(num_blocks=(8,))
+    scheduler, chains = driver.scheduler, driver.cache.chains
+    scheduler.add(make_request("kept", 4 * BLOCK_SIZE, max_tokens=1))
+    driver.finish()
+    key = scheduler.find_chain("kept")
+    assert key is not None
+    hold = chains.hold_chain(key)
+    assert hold is not None
+    scheduler.add(make_request("waits", 5 * BLOCK_SIZE))
+    assert scheduler.plan() is None
+    chains.let_go(hold)
+    assert not chains.is_holding
+    driver.finish()
+    assert driver.last_event("waits").finish_reason == "length"
+
+
+def test_a_request_that_grows_waits_for_blocks_that_are_held() -> None:
+    driver = Driver(num_blocks=(8,))
+    scheduler, chains = driver.scheduler, driver.cache.chains
+    scheduler.add(make_request("kept", 4 * BLOCK_SIZE, max_tokens=1))
+    driver.finish()
+    key = scheduler.find_chain("kept")
+    assert key is not None
+    hold = chains.hold_chain(key)
+    assert hold is not None
+    scheduler.add(make_request("grows", 3 * BLOCK_SIZE, max_tokens=3 * BLOCK_SIZE))
+    while driver.scheduler.request_views()[0].num_computed_tokens < 4 * BLOCK_SIZE:
+        driver.step()
+    assert scheduler.plan() is None
+    chains.let_go(hold)
+    driver.finish()
+    assert driver.last_event("grows").num_output_tokens == 3 * BLOCK_SIZE
+
+
+def test_who_gives_way_to_a_better_priority_says_nothing_about_how_many_can_run() -> None:
+    driver = Driver(num_blocks=(256,), max_num_seqs=16, max_num_batched_tokens=64, is_auto_num_seqs=True)
+    scheduler = driver.scheduler
+    limit = scheduler.running_limit
+    for number in range(limit):
+        scheduler.add(make_request(f"low{number}", 5, max_tokens=100, priority=1))
+    while scheduler.num_running < limit:
+        driver.step()
+    scheduler.add(make_request("high", 5, max_tokens=4))
+    while "high" not in {event.request_id for event in driver.events}:
+        driver.step()
+    assert scheduler.running_limit == limit
+    assert scheduler.counters().num_preemptions == 1
+
+
+def test_blocks_that_several_pins_hold_count_once() -> None:
+    driver = Driver(num_blocks=(32,))
+    scheduler, chains = driver.scheduler, driver.cache.chains
+    prompt = list(range(100, 100 + 4 * BLOCK_SIZE))
+    scheduler.add(make_request("short", prompt[: 2 * BLOCK_SIZE], max_tokens=1))
+    driver.finish()
+    scheduler.add(make_request("long", prompt, max_tokens=1))
+    driver.finish()
+    assert scheduler.pin("short") == 2
+    assert scheduler.pin("long") == 4
+    assert chains.num_pinned_blocks == 4
+    assert driver.cache.capacity_tokens == 28 * BLOCK_SIZE
+    assert scheduler.unpin("long")
+    assert chains.num_pinned_blocks == 2
+    assert not chains.is_holding, "pins are no holds: nobody waits for them"
