@@ -261,8 +261,9 @@ class Planner:
             if state.must_release:
                 continue  # it was preempted, and a step in flight still names it
             if roster.running and self._refused == (state, self._cache.num_changes):
-                return  # nothing has changed since it was refused
-            outcome = self._try_start(state, budget)
+                outcome: int | Refusal = Refusal.NO_ROOM  # still; but those that run have got somewhere meanwhile
+            else:
+                outcome = self._try_start(state, budget)
             if outcome is Refusal.NO_ROOM:
                 self._refused = (state, self._cache.num_changes)
                 self._make_way(state, budget)

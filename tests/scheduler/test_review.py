@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvd.core import BLOCK_SIZE
+from kvd.scheduler.preemption import FIRST_QUANTUM
 
 from .driver import Driver, make_request
 
@@ -76,6 +79,31 @@ def test_who_gives_way_to_a_better_priority_says_nothing_about_how_many_can_run(
         driver.step()
     assert scheduler.running_limit == limit
     assert scheduler.counters().num_preemptions == 1
+
+
+@pytest.mark.parametrize("has_caching", [False, True])
+def test_a_better_priority_gets_room_as_soon_as_a_quantum_is_over(has_caching: bool) -> None:
+    """Tokens that are sampled change nothing in the cache, but they change who may be asked to give way."""
+    driver = Driver(
+        num_blocks=(16,), enable_prefix_caching=has_caching, max_num_batched_tokens=200,
+        min_expected_growth_tokens=0, expected_growth_factor=0.0,
+    )  # fmt: skip
+    scheduler = driver.scheduler
+    scheduler.add(make_request("oldest", 16, max_tokens=200, priority=1))
+    scheduler.add(make_request("ends", 100, max_tokens=30, priority=1))
+    scheduler.add(make_request("victim", 91, max_tokens=120, priority=1))
+    while not scheduler.counters().num_preemptions:
+        driver.step()
+    victim = scheduler._roster.states["victim"]
+    assert victim.num_preemptions == 1
+    num_output = victim.num_output
+    while not victim.num_output > num_output:
+        driver.step()
+    scheduler.add(make_request("high", 120, max_tokens=3))
+    while "high" not in {event.request_id for event in driver.events}:
+        driver.step()
+    assert victim.num_preemptions == 2
+    assert victim.num_output == num_output + FIRST_QUANTUM + 1, "the step that preempts it still computes its token"
 
 
 def test_blocks_that_several_pins_hold_count_once() -> None:
