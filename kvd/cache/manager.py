@@ -16,6 +16,7 @@ Invariants, checked after every step of the simulator:
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
@@ -198,7 +199,7 @@ class CacheManager:
             zip(self._groups, sequence.tables, sequence.numbers, strict=True)
         ):
             if group.window and numbers[0] < group.first_seen(start):
-                num_left = min(group.first_seen(start) - numbers[0], len(numbers) - 1)
+                num_left = min(bisect_left(numbers, group.first_seen(start)), len(numbers) - 1)
                 retired += [(group_id, block_id) for block_id in table[:num_left]]
                 del table[:num_left]
                 del numbers[:num_left]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from kvd import core
 from kvd.cache.manager import SequenceBlocks
-from kvd.core import FinishReason, Logprobs, Request, RequestTiming, RequestView, TokenEvent
+from kvd.core import BLOCK_SIZE, FinishReason, Logprobs, Request, RequestTiming, RequestView, TokenEvent
 from kvd.scheduler.dropping import DropSchedule
 from kvd.scheduler.preemption import quantum
 
@@ -107,6 +107,13 @@ class RequestState:
         """Tokens beyond the known ones for which it gets blocks at admission, so that it can get that far."""
         missing = quantum(self.num_preemptions) - (self.num_output - self.output_at_preemption)
         return max(0, min(missing, self.max_total - 1 - len(self.token_ids)))
+
+    @property
+    def most_held_tokens(self) -> int:
+        """Tokens that it may hold in the cache at a time."""
+        if self.forgetting is not None:
+            return self.forgetting.budget_blocks * BLOCK_SIZE
+        return self.max_total - 1  # the last one is sampled and never computed
 
     @property
     def num_dropped_tokens(self) -> int:

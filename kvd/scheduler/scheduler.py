@@ -186,8 +186,8 @@ class Scheduler:
         if key is None:
             return 0
         num_pinned = self.cache.chains.pin(key)
-        longest = max([state.max_total for state in self._roster.states.values() if not state.forgetting], default=0)
-        if num_pinned and self.cache.capacity_tokens < max(longest - 1, self.cache.num_blocks * BLOCK_SIZE // 2):
+        needed = max([state.most_held_tokens for state in self._roster.states.values()], default=0)
+        if num_pinned and self.cache.capacity_tokens < max(needed, self.cache.num_blocks * BLOCK_SIZE // 2):
             self.cache.chains.unpin(key)
             return 0
         return num_pinned

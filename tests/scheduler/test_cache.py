@@ -293,6 +293,20 @@ def test_the_policy_alone_decides_the_order() -> None:
     assert [known_blocks(cache, tokens) for tokens in (first, second)] == [3, 1]
 
 
+def test_a_window_keeps_what_it_sees_where_blocks_were_forgotten_before_it() -> None:
+    cache = CacheManager([16, 16], key_seed=b"", windows=[0, 24])
+    sequence = cache.open("")
+    token_ids = list(range(200))
+    assert cache.allocate(sequence, token_ids[:96]) == 0
+    assert cache.cover(sequence, 0, 96) == (True, [])
+    cache.release(cache.drop(sequence, [1]))
+    is_covered, retired = cache.cover(sequence, 96, 112)
+    assert is_covered
+    assert sequence.numbers == ([0, 2, 3, 4, 5, 6], [4, 5, 6])
+    check_cache(cache, [sequence], retired)
+    assert sequence.views(112)[1] == ((0, 32, 48, 64, 80, 96), range(64, 112, 16))
+
+
 # --------------------------------------------------------------------------- layers
 
 

@@ -489,3 +489,24 @@ def test_validated_parameters_are_asserted_not_trusted() -> None:
         driver.scheduler.add(request)
     with pytest.raises(AssertionError, match="max_tokens"):
         driver.scheduler.add(make_request("b", 3, max_tokens=0))
+
+
+def test_a_pin_leaves_every_request_the_blocks_that_it_may_hold() -> None:
+    """One that forgets tokens gives blocks up that stay pinned, and must find others."""
+    for mode, num_pinned in (("sliding_window", 0), ("none", 0)):
+        driver = Driver(num_blocks=(8,), max_num_batched_tokens=128, max_model_len=129 if mode == "none" else 512)
+        driver.scheduler.add(make_request("a", 64, max_tokens=150, kv_eviction=mode))
+        driver.step()
+        assert driver.scheduler.pin("a") == num_pinned
+        driver.finish()
+        assert driver.last_event("a").finish_reason == "length"
+        assert driver.scheduler.pin("a") == 0, "more than half of the pool"
+    driver = Driver(num_blocks=(8,), max_num_batched_tokens=128)
+    driver.scheduler.add(make_request("a", 48, max_tokens=1))
+    driver.finish()
+    assert driver.scheduler.pin("a") == 3
+    driver.scheduler.add(make_request("b", 48, max_tokens=200, kv_eviction="sliding_window"))
+    driver.finish()
+    assert driver.last_event("b").num_dropped_tokens > 0
+    assert driver.scheduler.unpin("a")
+    assert driver.cache.num_blocks_active == 0

@@ -67,7 +67,7 @@ class World:
             self.slow = FakeSlowTier(
                 rng.randrange(1 << 30),
                 failure_rate=rng.choice((0.0, 0.1, 0.3)),
-                delay=rng.choice((0.0, 0.3, 0.7)),
+                delay=rng.choice((0.0, 0.5, 0.7)),
                 speed=rng.choice((1e3, 1e6)),
             )
         self.config = self._make_config()
@@ -81,7 +81,11 @@ class World:
         self.documents = [[token for _ in range(20) for token in rng.choice(pieces)] for _ in range(4)]
         self.latest_prompt: list[int] = []
         self.arrival_rate = 0.15 if self.is_crowded else 1.0 if self.is_ample else rng.choice((0.1, 0.4, 1.0))
-        self.abort_rate = 0.0 if self.is_ample else rng.choice((0.0, 0.05) if self.is_crowded else (0.0, 0.02, 0.2))
+        self.abort_rate = (
+            0.0
+            if self.is_ample
+            else rng.choice((0.0, 0.05) if self.is_crowded else (0.05, 0.2) if self.is_tiered else (0.0, 0.02, 0.2))
+        )
         self.operator_rate = 0.0 if self.is_ample else rng.choice((0.0, 0.02, 0.1))
         # Which blocks are forgotten is counted in the first group, which must have all of them.
         self.forgetting_rate = rng.choice((0.0, 0.0, 0.2, 0.7)) if not self.windows[0] else 0.0
