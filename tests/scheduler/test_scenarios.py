@@ -159,19 +159,19 @@ def test_restores_beside_a_stream_are_limited_by_the_target_as_well() -> None:
 def throughput(num_clients: int, **config: object) -> float:
     """Output tokens per second of clients that each send the next request when the one before has ended."""
     speed = Speed(decode_seconds=0.02, decode_seconds_per_request=0.0005, prefill_seconds_per_token=1 / 2000)
-    machine = Machine(speed=speed, num_blocks=4 * 20, max_num_seqs=32, max_model_len=400, **config)
+    machine = Machine(speed=speed, num_blocks=4 * 10, max_num_seqs=32, max_model_len=400, **config)
     sent = 0
 
     def send() -> None:
         nonlocal sent
         sent += 1
-        machine.add(f"r{sent}", range(1000 * sent, 1000 * sent + 200), max_tokens=120, client=f"c{sent % num_clients}")
+        machine.add(f"r{sent}", range(1000 * sent, 1000 * sent + 100), max_tokens=60, client=f"c{sent % num_clients}")
 
     for _ in range(num_clients):
         send()
     start = 0.0
     num_tokens = num_ended = 0
-    while num_ended < 150:
+    while num_ended < 130:
         for event in machine.step():
             if event.finish_reason is not None:
                 num_ended += 1
