@@ -151,8 +151,11 @@ class DiskLink:
         self._stores.close()
         self._loads.close()
         self._answer(self._loads.drain(), is_ok=False)
-        for thread in self._threads:
+        for thread, store in zip(self._threads, (self._writing_store, self._reading_store), strict=True):
             thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)
+            # One after the other: of two connections that close at once neither is the last, which clears the log away.
+            if not thread.is_alive():
+                store.close()
         return not any(thread.is_alive() for thread in self._threads)
 
     @property
@@ -245,7 +248,6 @@ class DiskLink:
             self._answer(jobs[num_stored:] + stale, is_ok=False)
         if self._reset_wanted.is_set():
             self._attempt("emptied", self._empty_files, None)
-        self._writing_store.close()
 
     def _list_blocks(self) -> None:
         epoch = self._index.epoch
@@ -299,7 +301,6 @@ class DiskLink:
                 self._num_loaded += is_ok
                 self._num_loads_failed += not is_ok
                 self._answer([job], is_ok=is_ok)
-        self._reading_store.close()
 
     def _measure(self) -> None:
         """A first rate, from blocks of an earlier run, for those who decide between loading and computing."""

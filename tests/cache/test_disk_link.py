@@ -12,7 +12,7 @@ import pytest
 
 from kvd.cache import disk_store
 from kvd.cache.disk_blocks import StoredBlock
-from kvd.cache.disk_folder import DATABASE_NAME, DiskStoreError
+from kvd.cache.disk_folder import DATABASE_NAME, LOCK_NAME, DiskStoreError
 from kvd.cache.disk_store import DiskStore, PutResult
 from kvd.cache.tiers import SlowDone, SlowTier
 from kvd.engine.disk_lane import DiskJob, Lane, RareLines, Rate
@@ -174,6 +174,30 @@ def test_eviction_reaches_the_index(path: Path) -> None:
         assert all(done.ok and host.is_right(done) for done in host.wait(len(some)))
     assert statistics.num_bytes <= SIZE
     assert host.link.close()
+
+
+def test_a_clean_end_leaves_no_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(path)
+    blocks = chain(1, 20)
+    host.store_all(blocks)
+    host.load(blocks)
+    assert all(done.ok for done in host.wait(20))
+    assert (path / f"{DATABASE_NAME}-wal").exists()
+    close = DiskStore.close
+    closing: list[DiskStore] = []
+    most: list[int] = []
+
+    def slow_close(store: DiskStore) -> None:
+        closing.append(store)
+        most.append(len(closing))
+        time.sleep(0.1)
+        close(store)
+        closing.remove(store)
+
+    monkeypatch.setattr(DiskStore, "close", slow_close)
+    assert host.link.close()
+    assert most == [1, 1], "two connections that close at once leave the log to each other"
+    assert {file.name for file in path.iterdir()} == {DATABASE_NAME, LOCK_NAME}
 
 
 # --------------------------------------------------------------------------- reset
