@@ -179,7 +179,7 @@ class Rates:
         self._observe("restore_bytes_per_second", num_bytes, seconds)
 
     def observe_disk(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes were read from the disk tier into the RAM tier."""
+        """So many bytes were read from the disk tier into the RAM tier. To be told once of each measurement."""
         self._observe("disk_bytes_per_second", num_bytes, seconds)
 
     def _observe(self, name: str, num_bytes: int, seconds: float) -> None:

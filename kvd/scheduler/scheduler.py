@@ -61,6 +61,7 @@ class Scheduler:
         self._planner = Planner(config, cache, self._roster, self.rates, self._concurrency, self._tally, clock)
         self._alarms = Alarms()
         self._num_added = 0
+        self._disk_rate: float | None = None  # as it was learnt last
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -309,8 +310,9 @@ class Scheduler:
         if plan.saves:
             rates.observe_save(sum(block_bytes[each.group_id] for each in plan.saves), result.save_seconds)
         disk_rate = self.cache.tiers.slow.read_bytes_per_second
-        if disk_rate is not None:
+        if disk_rate is not None and disk_rate != self._disk_rate:
             rates.observe_disk(int(disk_rate), 1.0)  # the tier measures its own reads
+            self._disk_rate = disk_rate
         if plan.restores:
             rates.observe_restore(sum(block_bytes[each.group_id] for each in plan.restores), result.restore_seconds)
         self._concurrency.observe_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.cache.tiers import NoSlowTier
 from kvd.core import BLOCK_SIZE
 from kvd.scheduler.preemption import FIRST_QUANTUM
 
@@ -104,6 +105,34 @@ def test_a_better_priority_gets_room_as_soon_as_a_quantum_is_over(has_caching: b
         driver.step()
     assert victim.num_preemptions == 2
     assert victim.num_output == num_output + FIRST_QUANTUM + 1, "the step that preempts it still computes its token"
+
+
+class MeasuredTier(NoSlowTier):
+    """An empty tier that has measured something."""
+
+    rate = 1000.0
+
+    @property
+    def read_bytes_per_second(self) -> float | None:
+        return self.rate
+
+
+def test_what_the_disk_has_measured_is_learnt_once() -> None:
+    """Else what is refused for its slowness would look as if it had just been measured, and never be tried again."""
+    tier = MeasuredTier()
+    driver = Driver(slow_tier=tier)
+    rates = driver.scheduler.rates
+    driver.scheduler.add(make_request("a", 5, max_tokens=40))
+    for _ in range(10):
+        driver.step()
+    assert rates.disk_bytes_per_second is None, "that was one measurement"
+    for tier.rate in (1001.0, 1002.0):
+        driver.step()
+    assert rates.disk_bytes_per_second == 1001
+    for _ in range(32):
+        rates.doubt_transfers("disk_bytes_per_second")
+    driver.step()
+    assert rates.disk_bytes_per_second is None, "it is to be tried anew"
 
 
 def test_blocks_that_several_pins_hold_count_once() -> None:
