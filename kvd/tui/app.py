@@ -232,7 +232,12 @@ class Dashboard(App[Outcome]):
 
     def action_reset_cache(self) -> None:
         cached = self._view.snapshot.num_blocks_cached if self._view is not None else 0
-        details = (f"{cached:,} cached blocks would be dropped.", "Prompts that begin alike are then computed again.")
+        has_tiers = self._view is not None and self._view.snapshot.num_ram_blocks > 0
+        details = (
+            f"{cached:,} cached blocks would be dropped.",
+            *(["So would all that RAM and disk keep of them and others."] if has_tiers else []),
+            "Prompts that begin alike are then computed again.",
+        )
         answers = (Answer("n", "keep the cache", ""), Answer("y", "drop every cached block", "reset"))
 
         def answered(answer: str | None) -> None:

@@ -400,11 +400,19 @@ async def test_r_resets_the_cache_after_a_question() -> None:
     async with running(snapshot(cached=321)) as screen:
         await screen.press("r")
         assert "321 cached blocks would be dropped" in screen.text
+        assert "RAM and disk" not in screen.text
         await screen.press("n")
         assert screen.control.num_resets == 0
         await screen.press("r", "y")
         await screen.until(lambda: "321 cached blocks dropped" in screen.text)
         assert screen.control.num_resets == 1
+
+
+async def test_the_question_before_a_reset_names_the_tiers_below() -> None:
+    async with running(replace(snapshot(cached=0), num_ram_blocks=279, num_ram_blocks_used=70)) as screen:
+        await screen.press("r")
+        assert "0 cached blocks would be dropped" in screen.text
+        assert "all that RAM and disk keep" in screen.text
 
 
 async def test_the_cursor_stays_with_its_request() -> None:
