@@ -89,6 +89,7 @@ class DiskLink:
         except DiskStoreError as error:
             raise StartupError(f"disk_cache cannot be used: {error}") from None
         self._index = DiskIndex()
+        self._first_epoch = self._index.epoch
         self._file_lock = threading.Lock()
         self._file = self._folder.identity()
         self._stores = Lane(_MAX_QUEUED_STORES)
@@ -250,10 +251,10 @@ class DiskLink:
             self._attempt("emptied", self._empty_files, None)
 
     def _list_blocks(self) -> None:
-        epoch = self._index.epoch
+        """What earlier runs have left; nothing of it once there was a reset, which may come before this thread does."""
         for heads in self._writing_store.heads():
-            self._index.add(heads, epoch)
-            if epoch != self._index.epoch or self._deadline < float("inf"):
+            self._index.add(heads, self._first_epoch)
+            if self._first_epoch != self._index.epoch or self._deadline < float("inf"):
                 return
 
     def _write(self, jobs: Sequence[DiskJob], epoch: int) -> int:
