@@ -99,13 +99,14 @@ class Chains:
     ) -> tuple[IndexedBlock, bool] | None:
         """A held block under a key, and whether it is new: then the caller fills it before it does anything else.
 
-        None when there is no room. Blocks come in the order of their chain. To be called while no plan is in flight.
+        None when there is no room: an eighth of the pool is left to requests. Blocks come in the order of their chain.
+        To be called while no plan is in flight.
         """
         group = self._groups[group_id]
         if key in group.index:
             group.share(key)
             is_new = False
-        elif group.pool.num_available:
+        elif group.pool.num_available > group.pool.num_blocks // 8:
             parent = group.index.find(parent_key)
             depth = 0 if parent is None else parent.depth + 1
             block_id = group.take()
@@ -129,6 +130,9 @@ class Chains:
             self._pins[key] = hold
             self._count_pinned()
         return len(self._pins[key].blocks)
+
+    def is_pinned(self, key: bytes) -> bool:
+        return key in self._pins
 
     def unpin(self, key: bytes) -> bool:
         """Give a pinned chain up; False if it was not pinned."""
@@ -155,7 +159,7 @@ class Chains:
     def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
         """The chains that were found most often, those in use and pinned ones included."""
         group = self._groups[0]
-        ends = [block for block in group.index if block.key in self._pins or self._is_end(block)]
+        ends = [block for block in group.index if block.is_whole and (block.key in self._pins or self._is_end(block))]
         best = heapq.nlargest(limit, ends, key=lambda block: (block.key in self._pins, block.num_hits, block.depth))
         return tuple(
             PrefixView(
@@ -169,8 +173,8 @@ class Chains:
         )
 
     def _is_end(self, block: IndexedBlock) -> bool:
-        """Fewer requests have found what comes behind this block, or nothing does."""
-        return not block.num_children and not self._groups[0].index.has_continuation(block.key)
+        """No whole block comes behind this one."""
+        return not self._groups[0].index.has_continuation(block.key)
 
     @property
     def pinned(self) -> Iterable[ChainHold]:

@@ -24,12 +24,12 @@ class Finder:
         self._groups = groups
         self._tiers = tiers
 
-    def match(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> int:
-        """Leading full blocks of `token_ids` that can be shared; never all tokens, the last one is computed.
+    def match(self, sequence: SequenceBlocks, token_ids: Sequence[int], limit: int) -> int:
+        """Leading full blocks of `token_ids`, at most `limit`, that can be shared.
 
-        A group with a window needs only the blocks that the next token sees.
+        A group with a window needs only the blocks that the next token sees: that depends on where the next token is,
+        so to cut the answer down afterwards would be wrong.
         """
-        limit = (len(token_ids) - 1) // BLOCK_SIZE
         keys = sequence.chain.keys
         if len(keys) < limit:
             sequence.chain.extend(token_ids, limit * BLOCK_SIZE)

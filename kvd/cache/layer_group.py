@@ -90,6 +90,17 @@ class LayerGroup:
                 self.evict()
                 self.num_evicted += 1
 
+    def drop_tails(self, parent_key: bytes, token_ids: tuple[int, ...]) -> None:
+        """Free the cached incomplete blocks that hold a beginning of these tokens: they say nothing more."""
+        for block in self.index.continuations(parent_key, token_ids[0]):
+            is_beginning = (
+                len(block.token_ids) < len(token_ids) and block.token_ids == token_ids[: len(block.token_ids)]
+            )
+            if is_beginning and self.pool.state(block.block_id) == "cached":
+                self._uncache(block)
+                self.index.remove(block)
+                self.pool.drop(block.block_id)
+
     def keep(self, block: IndexedBlock, until: float) -> None:
         """Let a block be evicted before `until` only when nothing else is left."""
         is_cached = self.pool.state(block.block_id) == "cached"

@@ -111,6 +111,13 @@ class LowerTiers:
         """A block gets other content at once, without a plan: what was published in it can be saved no more."""
         self._published = [each for each in self._published if each[:2] != (group_id, block_id)]
 
+    def drop_tails(self, group_id: int, parent_key: bytes, token_ids: tuple[int, ...]) -> None:
+        """Give up RAM slots of incomplete blocks that hold a beginning of these tokens."""
+        for block in self.ram.continuations(group_id, parent_key, token_ids[0]):
+            length = len(block.token_ids)
+            if length < len(token_ids) and block.token_ids == token_ids[:length]:
+                self.ram.forget_if_idle(block)
+
     def reset(self) -> tuple[int, int]:
         """Forget what nobody holds, in RAM and below; (RAM slots, blocks of the slow tier)."""
         self._published.clear()
@@ -122,7 +129,8 @@ class LowerTiers:
         self._saves.append(BlockTransfer(block.group_id, block_id, block.slot))
 
     def _store(self, block: RamBlock, key: bytes) -> None:
-        if self._has_slow and not self.slow.contains(block.group_id, key):
+        is_whole = len(block.token_ids) == BLOCK_SIZE  # the tail of a sequence is not worth a file's row
+        if self._has_slow and is_whole and not self.slow.contains(block.group_id, key):
             self.ram.hold(block)
             self._num_under_way += 1
             self.slow.store(block.group_id, block.slot, key, block.parent_key, block.token_ids)

@@ -4,7 +4,7 @@ Owner: the engine thread; nobody else calls anything in here.
 
 One `CacheManager` holds a `LayerGroup` (pool, prefix index, eviction policy) per layer group and the tiers below. A
 `SequenceBlocks` is one request's side of it: a block table per group and the chain of its keys. Requests never touch a
-pool.
+pool. `swapper` keeps preempted sequences in RAM, `allocate` brings them back; `chains` is what operators name.
 
 Invariants, checked after every step of the simulator:
   - a block's references are exactly the tables that name it, pins, and blocks that wait for a step in flight;
@@ -25,14 +25,14 @@ from kvd.cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvd.cache.finder import Finder, WorthRestoring
 from kvd.cache.layer_group import LayerGroup, PoolGauges
 from kvd.cache.lower_tiers import LowerTiers
-from kvd.cache.prefix_index import IndexedBlock, KeyChain
+from kvd.cache.prefix_index import KEY_BYTES, IndexedBlock, KeyChain, tail_key
 from kvd.cache.ram_tier import RamTier
 from kvd.cache.sequence import Restore, RestoreStep, SequenceBlocks, Wanted, blocks_for
 from kvd.cache.swapping import Swapper
 from kvd.cache.tiers import NoSlowTier, SlowTier
 from kvd.core import BLOCK_SIZE
 
-__all__ = ["CacheManager", "PhysicalBlock", "PoolGauges", "Refusal", "SequenceBlocks", "blocks_for"]
+__all__ = ["KEY_BYTES", "CacheManager", "PhysicalBlock", "PoolGauges", "Refusal", "SequenceBlocks", "blocks_for"]
 
 PhysicalBlock = tuple[int, int]
 """(group id, block id)"""
@@ -88,7 +88,7 @@ class CacheManager:
             NoSlowTier() if slow_tier is None else slow_tier,
             (0,) * len(num_blocks) if block_bytes is None else block_bytes,
         )
-        self._swapper = Swapper(self._groups, self.tiers)
+        self.swapper = Swapper(self._groups, self.tiers)
         self._finder = Finder(self._groups, self.tiers)
         self.chains = Chains(self._groups, self.tiers, self.release)
         self._computing: dict[bytes, SequenceBlocks] = {}  # who is about to compute, or restore, which block
@@ -130,7 +130,7 @@ class CacheManager:
         num_shared = 0
         steps: list[RestoreStep] = []
         if self.enable_prefix_caching:
-            num_shared = min(self._finder.match(sequence, token_ids), limit // BLOCK_SIZE)
+            num_shared = self._finder.match(sequence, token_ids, limit // BLOCK_SIZE)
             keys = sequence.chain.keys
             if num_shared < limit // BLOCK_SIZE:
                 steps = self._finder.below(sequence, token_ids, num_shared, limit // BLOCK_SIZE, worth)
@@ -159,8 +159,7 @@ class CacheManager:
         """Fill empty tables with (number, key to share or None for a block of its own) per group."""
         found: list[list[IndexedBlock | None]] = []
         for group, wanted in zip(self._groups, wants, strict=True):
-            # A key that is wanted is known: whoever wants it has just looked.
-            blocks = [None if key is None else group.index.find(key) for _, key in wanted]
+            blocks = [None if key is None else group.index.of_key(key) for _, key in wanted]
             references = group.pool.references
             # A shared block that nobody else uses is no longer there to be evicted.
             num_needed = sum([block is None or not references(block.block_id) for block in blocks])
@@ -179,10 +178,10 @@ class CacheManager:
 
     def _bring_back(self, sequence: SequenceBlocks, num_total: int, num_spare_blocks: int) -> int | Refusal:
         """Blocks for a swapped-out sequence: those that the pool still has, and a restore for the others."""
-        wants = self._swapper.wants(sequence, num_total)
+        wants = self.swapper.wants(sequence, num_total)
         if not self._acquire(sequence, wants, num_spare_blocks):
             return Refusal.NO_ROOM
-        return self._swapper.begin_return(sequence, wants)
+        return self.swapper.begin_return(sequence, wants)
 
     # ------------------------------------------------------------------ growing
 
@@ -254,8 +253,7 @@ class CacheManager:
                 table = sequence.tables[group_id]
                 known = group.index.find(key)
                 if known is None:
-                    group.index.insert(table[entry], key, parent, number, tokens)
-                    self.tiers.publish(group_id, table[entry], key, parent, tokens)
+                    self._index(group_id, table[entry], key, parent, number, tokens)
                 elif known.block_id != table[entry]:
                     replaced.append((group_id, table[entry]))
                     table[entry] = group.share(key)
@@ -266,6 +264,35 @@ class CacheManager:
         if replaced:
             sequence.note_change()
         return replaced
+
+    def publish_rest(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
+        """A sequence has ended, and no step in flight names it: make all of its first `num_tokens` tokens reusable.
+
+        What lies behind its last whole block is found by `proceed` alone, which copies what matches.
+        """
+        self.release(self.publish(sequence, token_ids, num_tokens))
+        number, num_left = divmod(num_tokens, BLOCK_SIZE)
+        is_published = self.enable_prefix_caching and not sequence.has_dropped and sequence.num_published == number
+        if not num_left or not is_published:
+            return
+        parent = sequence.chain.parent_key(number)
+        tail = tuple(token_ids[number * BLOCK_SIZE : num_tokens])
+        for group_id, group in enumerate(self._groups):
+            entry = sequence.entry_of(group_id, number)
+            alike = group.index.continuations(parent, tail[0])
+            if entry is not None and not any(block.token_ids[:num_left] == tail for block in alike):
+                block_id = sequence.tables[group_id][entry]
+                self._index(group_id, block_id, tail_key(parent, tail), parent, number, tail)
+
+    def _index(
+        self, group_id: int, block_id: int, key: bytes, parent: bytes, number: int, token_ids: tuple[int, ...]
+    ) -> None:
+        """Make a block known, and have it saved; what says less than it is given up."""
+        group = self._groups[group_id]
+        group.drop_tails(parent, token_ids)
+        self.tiers.drop_tails(group_id, parent, token_ids)
+        group.index.insert(block_id, key, parent, number, token_ids)
+        self.tiers.publish(group_id, block_id, key, parent, token_ids)
 
     # ------------------------------------------------------------------ giving up
 
@@ -290,21 +317,6 @@ class CacheManager:
         sequence.counts_hits = False
         sequence.note_change()
         self.num_changes += 1
-
-    def num_saved(self, sequence: SequenceBlocks) -> int:
-        """Blocks of a sequence, of the first group, that the RAM tier has already."""
-        return self._swapper.num_saved(sequence)
-
-    def swap_out(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
-        """Plan to keep the first `num_tokens` tokens in RAM while the sequence has no blocks; False: no room there.
-
-        The caller frees the blocks when no step in flight names them; `allocate` brings them back.
-        """
-        return self._swapper.swap_out(sequence, num_tokens)
-
-    def forget(self, sequence: SequenceBlocks) -> None:
-        """The sequence has ended: what it kept in RAM goes too."""
-        self._swapper.forget(sequence)
 
     def reset(self) -> int:
         """Drop every cached block and what the lower tiers can spare; blocks in use and pinned ones stay.

@@ -5,6 +5,8 @@ Owner: the engine thread, through `CacheManager`; hashing alone may also run els
     root  = blake2b-128(length of key_seed | key_seed | salt)
     key i = blake2b-128(key i-1 | 16 token ids, 4 bytes each, little-endian)
 
+    tail  = blake2b-128(key of the block before | n token ids), n < 16: the last, incomplete block of a sequence
+
 A key thus stands for everything that can change a byte of a block: all tokens before it, the salt, and
 through `key_seed` the weights, the layout of the block and the arithmetic that filled it. It is the same in
 every process. Where blocks of several layer groups meet in one place, the group id is added to it.
@@ -21,6 +23,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 from kvd.core import BLOCK_SIZE
 
@@ -72,6 +75,11 @@ class KeyChain:
         return self.keys[number - 1] if number else self.root
 
 
+def tail_key(parent_key: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of an incomplete block. Being shorter, what is hashed is never that of a whole one."""
+    return blake2b(parent_key + _pack(token_ids), digest_size=KEY_BYTES).digest()
+
+
 def _pack(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian unsigned 32-bit integers."""
     words = array(_PACKED_TYPE, token_ids)
@@ -86,7 +94,7 @@ class IndexedBlock:
 
     parent        the block before it; None for the first of a chain, where it is not indexed, and in windowed groups
     depth         blocks before it
-    token_ids     its 16 tokens
+    token_ids     its tokens: 16, or fewer in the last block of a sequence that has ended
     num_children  blocks behind it that are cached: it is a leaf when there are none
     num_hits      how often a request found it instead of computing it
     kept_until    time (of the manager's clock) before which it is evicted only when nothing else is left
@@ -102,6 +110,10 @@ class IndexedBlock:
     num_hits: int = 0
     kept_until: float = 0.0
 
+    @property
+    def is_whole(self) -> bool:
+        return len(self.token_ids) == BLOCK_SIZE
+
 
 class PrefixIndex:
     """The indexed blocks of one layer group, by key, by block id, and by what they continue.
@@ -113,7 +125,8 @@ class PrefixIndex:
         self.is_flat = is_flat
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: dict[int, IndexedBlock] = {}
-        self._continuations: dict[bytes, dict[int, list[IndexedBlock]]] = {}  # by parent key, then first token
+        # By parent key, then first token; the latest last. Dictionaries, since a beginning may have thousands.
+        self._continuations: dict[bytes, dict[int, dict[bytes, IndexedBlock]]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -126,6 +139,10 @@ class PrefixIndex:
 
     def find(self, key: bytes) -> IndexedBlock | None:
         return self._by_key.get(key)
+
+    def of_key(self, key: bytes) -> IndexedBlock:
+        """The block under a key that is known; KeyError would be a bug of ours."""
+        return self._by_key[key]
 
     def of_block(self, block_id: int) -> IndexedBlock | None:
         return self._by_block.get(block_id)
@@ -158,25 +175,28 @@ class PrefixIndex:
         block = IndexedBlock(block_id, key, parent, depth, token_ids, parent_key)
         self._by_key[key] = block
         self._by_block[block_id] = block
-        self._continuations.setdefault(parent_key, {}).setdefault(token_ids[0], []).append(block)
+        self._continuations.setdefault(parent_key, {}).setdefault(token_ids[0], {})[key] = block
 
     def remove(self, block: IndexedBlock) -> None:
         del self._by_key[block.key]
         del self._by_block[block.block_id]
         behind = self._continuations[block.parent_key]
         alike = behind[block.token_ids[0]]
-        alike.remove(block)
+        del alike[block.key]
         if not alike:
             del behind[block.token_ids[0]]
             if not behind:
                 del self._continuations[block.parent_key]
 
     def continuations(self, parent_key: bytes, first_token: int) -> Sequence[IndexedBlock]:
-        """The latest blocks that continue a chain with a token."""
-        return self._continuations.get(parent_key, {}).get(first_token, ())[-MAX_CANDIDATES:]
+        """The latest blocks that continue a chain with a token, the latest first."""
+        alike = self._continuations.get(parent_key, {}).get(first_token, {})
+        return list(islice(reversed(alike.values()), MAX_CANDIDATES))
 
     def has_continuation(self, parent_key: bytes) -> bool:
-        return parent_key in self._continuations
+        """Whether a whole block continues a chain."""
+        behind = self._continuations.get(parent_key, {})
+        return any(block.is_whole for alike in behind.values() for block in alike.values())
 
 
 def common_length(token_ids: Sequence[int], wanted: Sequence[int]) -> int:

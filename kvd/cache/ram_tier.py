@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvd.cache.prefix_index import MAX_CANDIDATES
 
@@ -43,14 +44,21 @@ class RamTier:
         self._blocks: list[dict[int, RamBlock]] = [{} for _ in num_slots]
         self._by_key: list[dict[bytes, RamBlock]] = [{} for _ in num_slots]
         self._idle: list[OrderedDict[int, RamBlock]] = [OrderedDict() for _ in num_slots]
-        self._continuations: dict[tuple[int, bytes, int], list[RamBlock]] = {}
+        self._continuations: dict[tuple[int, bytes, int], dict[bytes, RamBlock]] = {}
 
     def find(self, group_id: int, key: bytes) -> RamBlock | None:
         """The block under a key; it may still be on its way."""
         return self._by_key[group_id].get(key)
 
     def continuations(self, group_id: int, parent_key: bytes, first_token: int) -> Sequence[RamBlock]:
-        return self._continuations.get((group_id, parent_key, first_token), ())[-MAX_CANDIDATES:]
+        """The latest blocks that continue a chain with a token, the latest first."""
+        alike = self._continuations.get((group_id, parent_key, first_token), {})
+        return list(islice(reversed(alike.values()), MAX_CANDIDATES))
+
+    def forget_if_idle(self, block: RamBlock) -> None:
+        """Give the slot of a block up that nobody will want; not while somebody holds it."""
+        if not block.holds:
+            self._forget(block)
 
     def at(self, group_id: int, slot: int) -> RamBlock:
         return self._blocks[group_id][slot]
@@ -71,7 +79,7 @@ class RamTier:
         if key is not None:
             assert key not in self._by_key[group_id], "the key is in a slot already"
             self._by_key[group_id][key] = block
-            self._continuations.setdefault((group_id, parent_key, token_ids[0]), []).append(block)
+            self._continuations.setdefault((group_id, parent_key, token_ids[0]), {})[key] = block
         return block
 
     def hold(self, block: RamBlock) -> None:
@@ -116,7 +124,7 @@ class RamTier:
             return
         del self._by_key[block.group_id][block.key]
         place = (block.group_id, block.parent_key, block.token_ids[0])
-        self._continuations[place].remove(block)
+        del self._continuations[place][block.key]
         if not self._continuations[place]:
             del self._continuations[place]
 

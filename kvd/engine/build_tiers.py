@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvd.cache.disk_folder import DiskFolder
 from kvd.cache.sizing import GIB
 from kvd.cache.store import Arena, allocate_arena
 from kvd.config import Config
@@ -42,7 +43,8 @@ class Tiers:
 def size_tiers(config: Config, kv_format: KVFormat) -> TierSizes:
     """Slots of the RAM tier: whole blocks of all groups in `swap_space`, never more.
 
-    Raises NotEnoughMemory where `swap_space` is smaller than one block of every group.
+    Raises NotEnoughMemory where `swap_space` is smaller than one block of every group, and StartupError for a folder of
+    the disk tier that cannot be used.
     """
     num_bytes = int(config.swap_space * GIB)
     if config.disk_cache is not None and not num_bytes:
@@ -52,6 +54,8 @@ def size_tiers(config: Config, kv_format: KVFormat) -> TierSizes:
         raise NotEnoughMemory(
             f"swap_space {config.swap_space} GiB is less than one KV block of {kv_format.block_bytes / GIB:.6f} GiB"
         )
+    if config.disk_cache is not None:
+        DiskFolder(config.disk_cache.path, lambda line: None)  # a bad folder is to be known before weights are loaded
     return TierSizes(num_slots, num_slots * kv_format.block_bytes)
 
 

@@ -57,7 +57,7 @@ def check_length(request: Request, max_model_len: int, capacity_tokens: int) -> 
         )
     if num_prompt + 1 > capacity_tokens and request.kv_eviction == "none":
         raise ContextLengthExceeded(
-            f"This server's KV cache has {capacity_tokens // BLOCK_SIZE} blocks of {BLOCK_SIZE} tokens, so its "
+            f"This server's KV cache has {capacity_tokens // BLOCK_SIZE} blocks of {BLOCK_SIZE} tokens to give, so its "
             f"maximum context length is {capacity_tokens} tokens, and the prompt has {num_prompt}; "
             "at least one token must be left for the answer.",
             num_prompt_tokens=num_prompt,

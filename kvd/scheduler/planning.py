@@ -220,7 +220,7 @@ class Planner:
             self._rates,
             block_bytes=self._cache.block_bytes,
             can_swap=can_swap,
-            num_saved_blocks=self._cache.num_saved(state.blocks) if can_swap else 0,
+            num_saved_blocks=self._cache.swapper.num_saved(state.blocks) if can_swap else 0,
         )
 
     def _preempt(self, state: RequestState, budget: Budget) -> None:

@@ -28,13 +28,14 @@ class RequestState:
     num_seen       tokens that have been computed at some time; computing them again is recomputation
     must_release   ended or preempted while steps that name it are in flight: blocks and slot go when they are
                    committed
+    has_failed     ended by an error: what was computed for it last is not to be trusted
     forgetting     which blocks it forgets, under `kv_eviction`; None: none
     num_forced     preemptions before it had got anywhere, see `planning`
     output_at_preemption  output tokens it had when it was preempted last
     """
 
     __slots__ = (
-        "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "key",
+        "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "has_failed", "key",
         "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_forced", "num_in_flight",
         "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "output_at_preemption",
         "prefill_target", "request", "slot", "token_ids",
@@ -68,6 +69,7 @@ class RequestState:
         self.num_forced = 0
         self.output_at_preemption = 0
         self.has_ended = False
+        self.has_failed = False
         self.must_release = False
         self.first_scheduled: float | None = None
         self.first_token: float | None = None

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from kvd.cache.manager import CacheManager, PhysicalBlock
+from kvd.cache.manager import KEY_BYTES, CacheManager, PhysicalBlock
 from kvd.core import FinishReason, Request, Sample, StepPlan, TokenEvent
 from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.request_state import RequestState
@@ -43,6 +42,11 @@ class Flight:
     replaced_blocks: list[PhysicalBlock] = field(default_factory=list)
 
 
+def split_keys(joined: bytes) -> list[bytes]:
+    """The keys of a chain that was noted in `recent_chains`: joined they take a quarter of the memory."""
+    return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+
+
 def order_of_running(state: RequestState) -> tuple[int, int]:
     return state.key
 
@@ -59,7 +63,7 @@ class Roster:
         self.new_requests: dict[str, Request] = {}  # scheduled, and not yet told to the runner
         self.ended_request_ids: list[str] = []  # neither are these
         self.num_releasing = 0  # requests with `must_release`
-        self.recent_chains: deque[tuple[str, Sequence[bytes]]] = deque(maxlen=256)  # of requests that ended
+        self.recent_chains: deque[tuple[str, bytes]] = deque(maxlen=256)  # ids and joined keys of requests that ended
         self._cache = cache
         self._tally = tally
 
@@ -78,7 +82,7 @@ class Roster:
     def preempt(self, state: RequestState, *, num_kept_tokens: int) -> None:
         """Back to the queue. So many tokens are kept in RAM if there is room; the others are computed again."""
         self.running.remove(state)
-        is_swapped = num_kept_tokens > 0 and self._cache.swap_out(state.blocks, num_kept_tokens)
+        is_swapped = num_kept_tokens > 0 and self._cache.swapper.swap_out(state.blocks, num_kept_tokens)
         state.num_preemptions += 1
         state.output_at_preemption = state.num_output
         self._tally.num_preemptions += 1
@@ -97,13 +101,14 @@ class Roster:
         else:
             self.waiting.remove(state)
         state.has_ended = True
+        state.has_failed = reason == "error"
         if state.first_scheduled is not None and self.new_requests.pop(request_id, None) is None:
             self.ended_request_ids.append(request_id)
         if not state.must_release and state.slot is not None:
             self._release_when_landed(state)
         if not state.must_release:
-            self._cache.forget(state.blocks)
-        self.recent_chains.append((request_id, state.blocks.chain.keys))
+            self._cache.swapper.forget(state.blocks)
+        self.recent_chains.append((request_id, b"".join(state.blocks.chain.keys)))
         self._tally.count_finish(reason)
         if sample is None:
             return state.event(None, reason, error=error)
@@ -139,9 +144,13 @@ class Roster:
         """Give back blocks and slot; no plan in flight names the request."""
         assert state.slot is not None
         assert not state.num_in_flight
+        if state.has_ended and not state.has_failed:
+            # Of a token whose sample was discarded nobody knows the id.
+            num_tokens = min(state.num_computed, len(state.token_ids))
+            self._cache.publish_rest(state.blocks, state.token_ids, num_tokens)
         self._cache.free(state.blocks)
         if state.has_ended:
-            self._cache.forget(state.blocks)
+            self._cache.swapper.forget(state.blocks)
         heappush(self.free_slots, state.slot)
         state.slot = None
         state.num_planned = state.num_computed = state.prefill_target = 0

@@ -34,7 +34,7 @@ from kvd.scheduler.dropping import MIN_BUDGET_BLOCKS, DropSchedule
 from kvd.scheduler.planning import Planner
 from kvd.scheduler.rates import Rates
 from kvd.scheduler.request_state import RequestState
-from kvd.scheduler.roster import Flight, Roster
+from kvd.scheduler.roster import Flight, Roster, split_keys
 from kvd.scheduler.tally import Tally
 
 __all__ = ["Rates", "Scheduler", "SchedulerConfig"]
@@ -61,6 +61,7 @@ class Scheduler:
         self._planner = Planner(config, cache, self._roster, self.rates, self._concurrency, self._tally, clock)
         self._alarms = Alarms()
         self._num_added = 0
+        self._pinned_by: dict[str, bytes] = {}  # the names that clients gave, and the keys that they stood for
         self._disk_rate: float | None = None  # as it was learnt last
 
     # ------------------------------------------------------------------ requests come and go
@@ -171,7 +172,7 @@ class Scheduler:
             return self.cache.chains.longest_known(state.blocks.chain.keys)
         for known_id, keys in reversed(self._roster.recent_chains):
             if known_id == chain:
-                return self.cache.chains.longest_known(keys)
+                return self.cache.chains.longest_known(split_keys(keys))
         try:
             key = bytes.fromhex(chain)
         except ValueError:
@@ -186,17 +187,28 @@ class Scheduler:
         key = self.find_chain(chain)
         if key is None:
             return 0
+        is_new = not self.cache.chains.is_pinned(key)
         num_pinned = self.cache.chains.pin(key)
         needed = max([state.most_held_tokens for state in self._roster.states.values()], default=0)
-        if num_pinned and self.cache.capacity_tokens < max(needed, self.cache.num_blocks * BLOCK_SIZE // 2):
+        if is_new and self.cache.capacity_tokens < max(needed, self.cache.num_blocks * BLOCK_SIZE // 2):
             self.cache.chains.unpin(key)
             return 0
+        before = self._pinned_by.get(chain)
+        if before is not None and before != key:
+            self.cache.chains.unpin(before)  # the request has more blocks now: one name, one pin
+        self._pinned_by[chain] = key
         return num_pinned
 
     def unpin(self, chain: str) -> bool:
-        """Let a pinned chain be evicted again; False if it was not pinned."""
-        key = self.find_chain(chain)
-        return key is not None and self.cache.chains.unpin(key)
+        """Let a pinned chain be evicted again; False if it was not pinned.
+
+        `chain` is the name under which it was pinned, whatever that stands for by now, or its `prefix_id`.
+        """
+        key = self._pinned_by.pop(chain, None) or self.find_chain(chain)
+        if key is None or not self.cache.chains.unpin(key):
+            return False
+        self._pinned_by = {name: pinned for name, pinned in self._pinned_by.items() if pinned != key}
+        return True
 
     def keep_turn(self, request_id: str) -> int:
         """A request that ended lately ended in a tool call, so its next turn is near: keep its blocks for a time.
@@ -205,7 +217,7 @@ class Scheduler:
         """
         for known_id, keys in reversed(self._roster.recent_chains):
             if known_id == request_id:
-                return self.cache.chains.keep(keys, self._clock() + self.config.tool_turn_seconds)
+                return self.cache.chains.keep(split_keys(keys), self._clock() + self.config.tool_turn_seconds)
         return 0
 
     # ------------------------------------------------------------------ planning and committing

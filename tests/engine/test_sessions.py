@@ -66,7 +66,8 @@ def test_a_session_in_a_fresh_engine(
     assert_same_bytes(fresh.recorder.rows_of("it"), alone)
     again = Harness(decoder)
     again.run([greedy("before", prompt, NUM_TOKENS)])
-    assert again.run([greedy("it", prompt, NUM_TOKENS)])["it"][-1].num_cached_tokens == num_cached
+    # A session file has whole blocks; the pool also has the tail behind them.
+    assert again.run([greedy("it", prompt, NUM_TOKENS)])["it"][-1].num_cached_tokens == len(prompt) - 1
 
 
 def test_a_restored_session_is_written_through_to_the_tiers(model: tuple[Decoder, list[int]], tmp_path: Path) -> None:

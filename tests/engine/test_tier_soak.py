@@ -46,7 +46,7 @@ def rows_alone(decoder: Decoder, request: Request) -> dict[int, bytes]:
     return harness.recorder.rows_of(request.request_id)
 
 
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12)]])
+@pytest.mark.parametrize("seed", [4, *[pytest.param(seed, marks=pytest.mark.full) for seed in range(5, 16)]])
 def test_every_answer_is_what_it_is_alone(decoder: Decoder, tmp_path: Path, seed: int) -> None:
     """Two lives of a server with small tiers; a third of what comes is cancelled at some time."""
     chance = random.Random(seed)

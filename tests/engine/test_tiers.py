@@ -43,8 +43,13 @@ class Case:
     alone: dict[int, bytes]
 
     @property
+    def num_known(self) -> int:
+        """Tokens that a second request with the prompt can find: all but the last, which is computed."""
+        return len(self.prompt) - 1
+
+    @property
     def num_whole(self) -> int:
-        """Tokens in full blocks that a second request with the prompt can find."""
+        """Of these, the tokens in full blocks: what a disk keeps."""
         return (len(self.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
     @property
@@ -156,11 +161,11 @@ def test_ram_restore(case: Case, way: Way) -> None:
     harness = way.harness(case, num_blocks=24, num_ram_slots=96)
     harness.run([greedy("first", case.prompt, 1)])
     fill_pool(harness)
-    assert way.ask(harness, case)[-1].num_cached_tokens == case.num_whole
+    assert way.ask(harness, case)[-1].num_cached_tokens == case.num_known
     counters = harness.counters
-    assert (counters.ram_hit_tokens, counters.disk_hit_tokens) == (case.num_whole, 0)
-    assert counters.num_restored_blocks == case.num_whole // BLOCK_SIZE
-    way.check(harness, case, case.num_whole)
+    assert (counters.ram_hit_tokens, counters.disk_hit_tokens) == (case.num_known, 0)
+    assert counters.num_restored_blocks == blocks_for(case.num_known)
+    way.check(harness, case, case.num_known)
 
 
 def test_partial_block_from_ram(case: Case, way: Way) -> None:
@@ -248,7 +253,7 @@ def restored_from_ram(case: Case, spoil: Callable[[Harness], None]) -> Harness:
     fill_pool(harness)
     spoil(harness)
     ONE.ask(harness, case)
-    assert harness.counters.ram_hit_tokens == case.num_whole
+    assert harness.counters.ram_hit_tokens == case.num_known
     return harness
 
 
@@ -274,7 +279,7 @@ def test_a_restore_of_the_wrong_slot_is_found(case: Case, monkeypatch: pytest.Mo
 
     def confused(ops: Any, cache: Any, arena: Any, transfers: tuple[BlockTransfer, ...]) -> None:
         slots = [transfer.slot for transfer in transfers]
-        moved = zip(transfers, slots[1:] + slots[:1], strict=True)
+        moved = zip(transfers, [slots[1], slots[0], *slots[2:]], strict=True)  # of whole blocks: a tail is half empty
         restore_blocks(ops, cache, arena, [transfer._replace(slot=slot) for transfer, slot in moved])
 
     monkeypatch.setattr(runner_module, "restore_blocks", confused)

@@ -101,7 +101,7 @@ class FakeRunner:
         """Every shareable block holds the chain of its tokens without a drop, and every known RAM slot is filled."""
         for group_id, (memory, group) in enumerate(zip(self.memory, self.cache._groups, strict=True)):
             for block in group.index:
-                content = memory[block.block_id]
+                content = memory[block.block_id][: len(block.token_ids)]
                 known = self._checked.get((group_id, block.block_id))
                 if known is not None and known[0] is block and known[1] == content:
                     continue
@@ -112,7 +112,8 @@ class FakeRunner:
         for group_id, by_key in enumerate(self.cache.tiers.ram._by_key):
             for block in by_key.values():
                 if block.is_landed:
-                    assert None not in self.ram[group_id][block.slot], f"slot {block.slot} is known and not filled"
+                    content = self.ram[group_id][block.slot][: len(block.token_ids)]
+                    assert None not in content, f"slot {block.slot} is known and not filled"
 
     # ------------------------------------------------------------------ moves
 

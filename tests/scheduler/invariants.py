@@ -239,7 +239,7 @@ def check_ram_index(ram: RamTier) -> None:
             assert block.key == key
             assert not block.has_failed, "a block that failed is found"
             assert ram._blocks[group_id].get(block.slot) is block, "a key of a slot that holds something else"
-            assert block in ram._continuations[group_id, block.parent_key, block.token_ids[0]]
+            assert ram._continuations[group_id, block.parent_key, block.token_ids[0]][key] is block
             num_known += 1
         unknown = [block for block in ram._blocks[group_id].values() if block.key not in by_key]
         assert all(block.key is None or block.has_failed for block in unknown), "a block that nobody finds"

@@ -181,7 +181,7 @@ def computed(cache: CacheManager, token_ids: list[int], salt: str = "") -> Seque
 
 def known_blocks(cache: CacheManager, token_ids: list[int]) -> int:
     """Full blocks of these tokens that another request would share."""
-    return cache._finder.match(cache.open(""), [*token_ids, 0])
+    return cache._finder.match(cache.open(""), [*token_ids, 0], len(token_ids) // 16)
 
 
 def test_blocks_for() -> None:

@@ -181,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
         player = data.draw(st.sampled_from([each for each in self.players if each.is_running]))
         self.cache.tiers.begin_plan()
         if by_swap and player.num_computed and not player.blocks.restore:
-            is_swapped = self.cache.swap_out(player.blocks, player.num_computed)
+            is_swapped = self.cache.swapper.swap_out(player.blocks, player.num_computed)
             assert is_swapped == (player.blocks.swapped is not None)
         self.run_plan()
         self.cache.free(player.blocks)
@@ -193,7 +193,7 @@ class CacheMachine(RuleBasedStateMachine):
         player = data.draw(st.sampled_from(self.players))
         self.players.remove(player)
         self.cache.free(player.blocks)
-        self.cache.forget(player.blocks)
+        self.cache.swapper.forget(player.blocks)
 
     @rule()
     def reset(self) -> None:

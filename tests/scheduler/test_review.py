@@ -150,3 +150,26 @@ def test_blocks_that_several_pins_hold_count_once() -> None:
     assert scheduler.unpin("long")
     assert chains.num_pinned_blocks == 2
     assert not chains.is_holding, "pins are no holds: nobody waits for them"
+
+
+def test_a_pin_is_taken_back_under_the_name_that_pinned_it() -> None:
+    """A request's id stands for more blocks when its prompt was computed again after a part of it had left."""
+    driver = Driver(num_blocks=(40,), max_num_batched_tokens=256, max_model_len=640)
+    prompt = list(range(50, 150))
+    driver.scheduler.add(make_request("a", prompt, max_tokens=1))
+    driver.finish()
+    assert driver.scheduler.pin("a") == 6
+    assert driver.scheduler.pin("a") == 6
+    driver.cache.chains.unpin(driver.scheduler._pinned_by["a"])
+    chain = driver.cache.open("").chain
+    chain.extend(prompt, 96)
+    group = driver.cache._groups[0]
+    while chain.keys[4] in group.index:
+        group.evict()
+    assert driver.scheduler.pin("a") == 4
+    driver.scheduler.add(make_request("again", prompt, max_tokens=1))
+    driver.finish()
+    assert driver.scheduler.find_chain("a") == chain.keys[5]
+    assert driver.scheduler.unpin("a")
+    assert not driver.scheduler.unpin("a")
+    assert driver.cache.num_blocks_active == 0
