@@ -170,8 +170,8 @@ async def _salts(server: Server) -> None:
         assert server.count.take() == 70
     assert await server.cached(prompt) == 0
     assert server.count.take() == 70
-    assert await server.cached(prompt, cache_salt="ours") == 64
-    assert server.count.take() == 6
+    assert await server.cached(prompt, cache_salt="ours") == 69
+    assert server.count.take() == 1
 
 
 async def _side_call(server: Server) -> None:
@@ -186,14 +186,9 @@ async def _side_call(server: Server) -> None:
 
 
 async def _agent_loop(server: Server) -> None:
-    """Twenty turns, each of which sends all that was said: every token is computed in one turn only.
-
-    But for those that do not fill a block when their turn ends.
-    """
+    """Twenty turns, each of which sends all that was said: every token is computed in one turn only."""
     messages = [{"role": "system", "content": "You are an agent that lists files and reads them, one at a time."}]
     num_known = 0
-    num_again = 0
-    last = 0
     for turn in range(20):
         messages.append({"role": "user", "content": f"Tool result {turn}: {turn * 37 % 101} files, none of them read."})
         answer = await server.post(
@@ -202,14 +197,11 @@ async def _agent_loop(server: Server) -> None:
         )
         usage = answer["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= whole(num_known)
+        assert cached >= num_known
         assert server.count.take() == usage["prompt_tokens"] - cached + usage["completion_tokens"] - 1
-        num_again += max(0, num_known - cached)
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
         num_known = usage["prompt_tokens"] + usage["completion_tokens"] - 1
-        last = num_known
-    assert last > 500
-    assert num_again <= 19 * (BLOCK_SIZE - 1)
+    assert num_known > 500
 
 
 async def _choices(server: Server) -> None:
@@ -237,7 +229,7 @@ async def test_a_working_set_of_three_times_the_pool(
 ) -> None:
     """It is computed once: the second time it comes from RAM, and after a restart from disk."""
     prompts = [tokens(100 + index, 15 * BLOCK_SIZE + 3) for index in range(8)]
-    num_found = 15 * BLOCK_SIZE
+    num_found = 15 * BLOCK_SIZE + 2  # all but the last token, which is always computed
     assert len(prompts) * 15 >= 3 * POOL_BLOCKS
     settings: dict[str, Any] = {
         "num_gpu_blocks_override": POOL_BLOCKS,
@@ -251,7 +243,7 @@ async def test_a_working_set_of_three_times_the_pool(
         assert server.count.take() == sum(map(len, prompts))
         for prompt in prompts:
             assert await server.cached(prompt) == num_found
-        assert server.count.take() == 3 * len(prompts)
+        assert server.count.take() == len(prompts)
         counters = await server.counters()
         assert counters.ram_hit_tokens > 0
         assert counters.disk_hit_tokens == 0
@@ -261,10 +253,10 @@ async def test_a_working_set_of_three_times_the_pool(
         disk = server.engine._disk
         assert disk is not None
         for _ in range(3000):
-            if disk.statistics().num_blocks >= 8 * 15:
+            if disk.statistics().num_blocks >= 8 * 16:
                 break
             await asyncio.sleep(0.01)
         for prompt in prompts:
             assert await server.cached(prompt) == num_found
-        assert server.count.take() == 3 * len(prompts)
+        assert server.count.take() == len(prompts)
         assert (await server.counters()).disk_hit_tokens == num_found * len(prompts)

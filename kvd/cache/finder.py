@@ -11,6 +11,7 @@ from kvd.cache.layer_group import LayerGroup
 from kvd.cache.lower_tiers import LowerTiers
 from kvd.cache.prefix_index import common_length
 from kvd.cache.sequence import RestoreStep, SequenceBlocks
+from kvd.cache.tiers import NO_TOKEN
 from kvd.core import BLOCK_SIZE
 
 WorthRestoring = Callable[[int, int, bool], bool]
@@ -99,7 +100,8 @@ class Finder:
         for slot in self._tiers.ram.continuations(0, parent, first):
             if slot.key is not None:
                 yield slot.key, slot.token_ids
-        yield from self._tiers.slow.children(0, parent)
+        for key, tokens in self._tiers.slow.children(0, parent):
+            yield key, tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
 
 
 def _match_windows(groups: Sequence[LayerGroup], keys: Sequence[bytes], limit: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvd.cache.layer_group import LayerGroup
 from kvd.cache.ram_tier import RamBlock, RamTier
 from kvd.cache.sequence import Restore, RestoreStep, SequenceBlocks
-from kvd.cache.tiers import NoSlowTier, SlowTier
+from kvd.cache.tiers import NO_TOKEN, NoSlowTier, SlowTier
 from kvd.core import BLOCK_SIZE, BlockCopy, BlockTransfer, StepPlan
 
 LOOK_AHEAD_STEPS = 64
@@ -129,11 +129,11 @@ class LowerTiers:
         self._saves.append(BlockTransfer(block.group_id, block_id, block.slot))
 
     def _store(self, block: RamBlock, key: bytes) -> None:
-        is_whole = len(block.token_ids) == BLOCK_SIZE  # the tail of a sequence is not worth a file's row
-        if self._has_slow and is_whole and not self.slow.contains(block.group_id, key):
+        if self._has_slow and not self.slow.contains(block.group_id, key):
             self.ram.hold(block)
             self._num_under_way += 1
-            self.slow.store(block.group_id, block.slot, key, block.parent_key, block.token_ids)
+            token_ids = (*block.token_ids, *[NO_TOKEN] * (BLOCK_SIZE - len(block.token_ids)))
+            self.slow.store(block.group_id, block.slot, key, block.parent_key, token_ids)
 
     # ------------------------------------------------------------------ from below to a sequence
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+NO_TOKEN = 0xFFFFFFFF
+"""Fills up the token ids of an incomplete block in the slow tier, where all blocks have 16."""
+
 
 class SlowDone(NamedTuple):
     """A store or a load that has ended. Not `ok`: nothing was stored, or what was read is not to be used."""
@@ -32,7 +35,7 @@ class SlowTier(Protocol):
     def contains(self, group_id: int, key: bytes) -> bool: ...
 
     def children(self, group_id: int, parent_key: bytes) -> Sequence[tuple[bytes, tuple[int, ...]]]:
-        """(key, 16 token ids) of some blocks that continue a chain; a bounded number."""
+        """(key, 16 token ids, some of them `NO_TOKEN`) of blocks that continue a chain; a bounded number."""
         ...
 
     def store(self, group_id: int, slot: int, key: bytes, parent_key: bytes, token_ids: tuple[int, ...]) -> None: ...

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def num_whole(self) -> int:
-        """Of these, the tokens in full blocks: what a disk keeps."""
+        """Of these, the tokens in full blocks."""
         return (len(self.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
     @property
@@ -186,23 +186,23 @@ def leave_on_disk(case: Case, folder: Path) -> Harness:
     harness.run([greedy("first", case.prompt, 1)])
     harness.close()
     assert harness.disk is not None
-    assert harness.disk.statistics().num_stored == len(case.prompt) // BLOCK_SIZE
+    assert harness.disk.statistics().num_stored == blocks_for(len(case.prompt))
     return harness
 
 
 def after_restart(case: Case, way: Way, folder: Path) -> Harness:
     harness = way.harness(case, num_ram_slots=64, disk_folder=folder)
-    harness.wait_for_disk(len(case.prompt) // BLOCK_SIZE)
+    harness.wait_for_disk(blocks_for(len(case.prompt)))
     return harness
 
 
 def test_disk_restore_after_a_restart(case: Case, way: Way, tmp_path: Path) -> None:
     leave_on_disk(case, tmp_path)
     harness = after_restart(case, way, tmp_path)
-    assert way.ask(harness, case)[-1].num_cached_tokens == case.num_whole
+    assert way.ask(harness, case)[-1].num_cached_tokens == case.num_known
     counters = harness.counters
-    assert (counters.disk_hit_tokens, counters.ram_hit_tokens) == (case.num_whole, 0)
-    way.check(harness, case, case.num_whole)
+    assert (counters.disk_hit_tokens, counters.ram_hit_tokens) == (case.num_known, 0)
+    way.check(harness, case, case.num_known)
     harness.close()
     assert not harness.log
 
@@ -310,8 +310,8 @@ def test_one_flipped_byte_on_disk_is_a_miss(case: Case, tmp_path: Path) -> None:
     harness.close()
 
     harness = after_restart(case, ONE, tmp_path)
-    assert ONE.ask(harness, case)[-1].num_cached_tokens == case.num_whole
-    ONE.check(harness, case, case.num_whole)
+    assert ONE.ask(harness, case)[-1].num_cached_tokens == case.num_known
+    ONE.check(harness, case, case.num_known)
     harness.close()
 
 
@@ -373,4 +373,4 @@ async def test_a_server_that_is_told_to_stop_during_its_last_step_keeps_the_bloc
     await engine.stop(10)
     disk = engine._disk
     assert disk is not None
-    assert disk.statistics().num_blocks == 100 // BLOCK_SIZE
+    assert disk.statistics().num_blocks == blocks_for(100)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvd.cache.manager import blocks_for
 from kvd.core import BLOCK_SIZE
 from kvd.model.decoder import Decoder
 from tests.engine.harness import COMPUTING_IS_CHEAP, SWAP_IS_CHEAP, Harness, assert_same_bytes, greedy
@@ -119,10 +120,10 @@ def test_disk_restore_after_a_restart(decoder: Decoder, alone: dict[int, bytes],
     first.run([greedy("first", PROMPT, 1)])
     first.close()
     harness = Harness(decoder, num_ram_slots=96, disk_folder=tmp_path, rates=SWAP_IS_CHEAP)
-    harness.wait_for_disk(2 * (len(PROMPT) // BLOCK_SIZE))
-    assert harness.run([greedy("it", PROMPT, NUM_TOKENS)])["it"][-1].num_cached_tokens == NUM_WHOLE
-    assert harness.counters.disk_hit_tokens == NUM_WHOLE
-    check(harness, alone, NUM_WHOLE)
+    harness.wait_for_disk(2 * blocks_for(len(PROMPT)))
+    assert harness.run([greedy("it", PROMPT, NUM_TOKENS)])["it"][-1].num_cached_tokens == len(PROMPT) - 1
+    assert harness.counters.disk_hit_tokens == len(PROMPT) - 1
+    check(harness, alone, len(PROMPT) - 1)
     harness.close()
 
 

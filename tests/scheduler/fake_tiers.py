@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvd.cache.tiers import SlowDone
+from kvd.cache.tiers import NO_TOKEN, SlowDone
 from kvd.core import BLOCK_SIZE
 
 from .fake_runner import FakeRunner
@@ -97,9 +97,10 @@ class FakeSlowTier:
 
     def _write(self, group_id: int, slot: int, key: bytes, parent_key: bytes, token_ids: tuple[int, ...]) -> None:
         content = []
-        for value in self.runner.ram[group_id][slot]:
-            assert value is not None, f"slot {slot} of group {group_id} goes to disk and is not filled"
-            content.append(value)
+        for value, token_id in zip(self.runner.ram[group_id][slot], token_ids, strict=True):
+            is_filled = value is not None or token_id == NO_TOKEN
+            assert is_filled, f"slot {slot} of group {group_id} goes to disk and is not filled"
+            content.append(None if token_id == NO_TOKEN else value)
         known = self.disk.get((group_id, key))
         assert known is None or known[2] == tuple(content), "two contents under one key"
         self.disk[group_id, key] = parent_key, token_ids, tuple(content)

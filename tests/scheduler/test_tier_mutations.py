@@ -184,7 +184,7 @@ def share_a_block_that_was_completed_after_the_swap(patch: pytest.MonkeyPatch) -
 
 @mutation(7)
 def forget_what_was_swapped_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CacheManager, "forget", lambda self, sequence: None)
+    patch.setattr(Swapper, "forget", lambda self, sequence: None)
 
 
 # --------------------------------------------------------------------------- joining, forgetting, windows
