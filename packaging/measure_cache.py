@@ -78,7 +78,7 @@ def with_server(
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             client = Client(session, url, seed)
-            await client.stream(client.tokens(300), 8)  # the first request touches fresh memory
+            await client.stream(client.tokens(100), 8)  # the first request touches fresh memory
             return await action(client)
 
     with own_server([MODEL, *words]) as url:

@@ -77,11 +77,13 @@ def measure_matching() -> None:
         plan = scheduler.plan()
         assert plan is not None
         scheduler.commit(plan, result_of(plan))
-    hashing, matching, again = [], [], []
+    hashing, looking, matching, again = [], [], [], []
     for _ in range(50):
         sequence = cache.open("")
         seconds, _ = timed(lambda: sequence.chain.extend(tokens, len(tokens)))  # noqa: B023
         hashing.append(seconds)
+        seconds, _ = timed(lambda: cache._finder.match(sequence, tokens, 2047))  # noqa: B023
+        looking.append(seconds)
         seconds, num_cached = timed(lambda: cache.allocate(sequence, tokens))  # noqa: B023
         assert isinstance(num_cached, int)
         assert num_cached >= 32 * 1024 - BLOCK_SIZE
@@ -89,6 +91,7 @@ def measure_matching() -> None:
         seconds, _ = timed(lambda: cache.free(sequence))  # noqa: B023
         again.append(seconds)
     print(f"32K prompt, hashing:                  {milliseconds(hashing)}")
+    print(f"32K prompt, matching:                 {milliseconds(looking)}")
     print(f"32K prompt, matching and sharing all: {milliseconds(matching)}")
     print(f"32K prompt, giving it up:             {milliseconds(again)}")
 
