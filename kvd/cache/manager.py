@@ -364,6 +364,10 @@ class CacheManager:
         return len(self._groups)
 
     @property
+    def has_only_windows(self) -> bool:
+        return all(group.window for group in self._groups)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block over all groups; 0 where it was not told."""
         return sum(self.tiers.block_bytes)

@@ -24,7 +24,7 @@ from kvd.engine.build_tiers import TierSizes, open_tiers, size_tiers
 from kvd.engine.engine import Engine
 from kvd.engine.runner import Runner, RunnerObserver
 from kvd.engine.sessions import Sessions
-from kvd.errors import NotEnoughMemory
+from kvd.errors import ConfigError, NotEnoughMemory
 from kvd.model.decoder import Decoder
 from kvd.model.files import ModelFiles
 from kvd.model.loading import load_weights
@@ -70,6 +70,8 @@ def build_engine(
     limits = _Limits(max(limits.max_tokens, limits.max_seqs), limits.max_seqs)
     ops = open_ops(config.backend, config.cpu_threads, log)
     kv_format = spec.kv_format(config.kv_cache_dtype)
+    if config.kv_eviction != "none" and all(group.window for group in kv_format.groups):
+        raise ConfigError("kv_eviction: every layer of this model has a sliding window already; leave it at none")
     tier_sizes = size_tiers(config, kv_format)
     weights = load_weights(files, spec, progress=progress)
     weight_bytes = prepared_weight_bytes(ops, weights)

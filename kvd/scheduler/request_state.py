@@ -95,11 +95,6 @@ class RequestState:
         return self.num_planned < self.prefill_target
 
     @property
-    def can_decode(self) -> bool:
-        """Runs, has caught up with what was known at its admission, and its newest token is to be computed."""
-        return self.num_planned >= self.prefill_target and self.num_to_plan > 0 and self.is_running
-
-    @property
     def may_be_preempted(self) -> bool:
         """It has got somewhere since the last time (see `preemption.quantum`), or there was none."""
         return self.num_output - self.output_at_preemption >= quantum(self.num_preemptions)

@@ -73,6 +73,11 @@ class Scheduler:
         Raises RequestError (no prompt), ContextLengthExceeded or ServerOverloaded. Any thread.
         """
         check_length(request, self.config.max_model_len, self.cache.capacity_tokens)
+        if request.kv_eviction != "none" and self.cache.has_only_windows:
+            raise RequestError(
+                "kv_eviction does nothing for this model: every layer has a sliding window and forgets by itself",
+                param="kv_eviction",
+            )
         if request.kv_eviction != "none" and self._budget_blocks(request) < MIN_BUDGET_BLOCKS:
             raise RequestError(
                 f"kv_eviction needs room for {MIN_BUDGET_BLOCKS * BLOCK_SIZE} tokens at least; the request may hold "

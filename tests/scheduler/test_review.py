@@ -6,6 +6,7 @@ import pytest
 
 from kvd.cache.tiers import NoSlowTier
 from kvd.core import BLOCK_SIZE
+from kvd.errors import RequestError
 from kvd.scheduler.preemption import FIRST_QUANTUM
 
 from .driver import Driver, make_request
@@ -173,3 +174,9 @@ def test_a_pin_is_taken_back_under_the_name_that_pinned_it() -> None:
     assert driver.scheduler.unpin("a")
     assert not driver.scheduler.unpin("a")
     assert driver.cache.num_blocks_active == 0
+
+
+def test_forgetting_is_refused_where_every_layer_forgets_by_itself() -> None:
+    driver = Driver(num_blocks=(40, 40), windows=(32, 64))
+    with pytest.raises(RequestError, match="every layer has a sliding window"):
+        driver.scheduler.add(make_request("a", 20, kv_eviction="streaming"))
