@@ -55,6 +55,8 @@ class Chains:
     def chain_of(self, key: bytes) -> list[IndexedBlock]:
         """The indexed blocks of group 0 from the start of a chain to the block under `key`; empty if there is a gap."""
         block = self._groups[0].index.find(key)
+        if block is not None and not block.is_whole:
+            return []  # the tail of a sequence, which has no name of its own
         chain: list[IndexedBlock] = []
         while block is not None:
             chain.append(block)
