@@ -60,10 +60,7 @@ class LayerGroup:
 
     def evict(self) -> None:
         """Turn the cached leaf that the policy names into a free block."""
-        victim = self.policy.choose()
-        self._uncache(victim)
-        self.index.remove(victim)
-        self.pool.drop(victim.block_id)
+        self._free_cached(self.policy.choose())
 
     def share(self, key: bytes) -> int:
         """One more reference to the block under a known key."""
@@ -90,6 +87,18 @@ class LayerGroup:
                 self.evict()
                 self.num_evicted += 1
 
+    def drop_cached(self) -> int:
+        """Free every cached block; how many. In no order: nobody has to be asked whose turn it is."""
+        cached = [block for block in self.index if self.pool.state(block.block_id) == "cached"]
+        for block in cached:
+            self._free_cached(block)
+        return len(cached)
+
+    def _free_cached(self, block: IndexedBlock) -> None:
+        self._uncache(block)
+        self.index.remove(block)
+        self.pool.drop(block.block_id)
+
     def drop_tails(self, parent_key: bytes, token_ids: tuple[int, ...]) -> None:
         """Free the cached incomplete blocks that hold a beginning of these tokens: they say nothing more."""
         for block in self.index.continuations(parent_key, token_ids[0]):
@@ -97,9 +106,7 @@ class LayerGroup:
                 len(block.token_ids) < len(token_ids) and block.token_ids == token_ids[: len(block.token_ids)]
             )
             if is_beginning and self.pool.state(block.block_id) == "cached":
-                self._uncache(block)
-                self.index.remove(block)
-                self.pool.drop(block.block_id)
+                self._free_cached(block)
 
     def keep(self, block: IndexedBlock, until: float) -> None:
         """Let a block be evicted before `until` only when nothing else is left."""

@@ -328,11 +328,7 @@ class CacheManager:
 
     def drop_cached(self) -> int:
         """Drop every cached block of the pools; the lower tiers keep what they have."""
-        num_dropped = 0
-        for group in self._groups:
-            while group.pool.num_cached:
-                group.evict()
-                num_dropped += 1
+        num_dropped = sum([group.drop_cached() for group in self._groups])
         self.num_changes += 1
         return num_dropped
 
