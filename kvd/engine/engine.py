@@ -96,7 +96,8 @@ class Engine:
             return
         self._last_progress = time.monotonic()
         events = self._scheduler.commit(plan, result)
-        self._statistics.step(plan.num_tokens, events, self._last_progress)
+        if plan.items:
+            self._statistics.step(plan.num_tokens, events, self._last_progress)
         self._deliver(events)
 
     def _run(self) -> None:

@@ -45,7 +45,8 @@ class Tally:
         self.num_steps += 1
         self.step_seconds += seconds
         self.prefill_tokens_computed += num_prefill
-        self.last_step = StepMix(num_decode, num_prefill, num_requests, seconds)
+        if num_requests:  # a step that only moved blocks is none that an observer would look for
+            self.last_step = StepMix(num_decode, num_prefill, num_requests, seconds)
 
     def count_finish(self, reason: FinishReason) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
