@@ -118,10 +118,8 @@ class Chains:
             is_new = True
         else:
             return None
-        block = group.index.find(key)
-        assert block is not None
         self._num_held += 1
-        return block, is_new
+        return group.index.of_key(key), is_new
 
     def pin(self, key: bytes) -> int:
         """Hold a chain of cached blocks until `unpin`; returns its blocks, 0 if it is not there."""

@@ -31,9 +31,8 @@ class Finder:
         A group with a window needs only the blocks that the next token sees: that depends on where the next token is,
         so to cut the answer down afterwards would be wrong.
         """
+        sequence.chain.extend(token_ids, limit * BLOCK_SIZE)
         keys = sequence.chain.keys
-        if len(keys) < limit:
-            sequence.chain.extend(token_ids, limit * BLOCK_SIZE)
         windowed = []
         for group in self._groups:
             if group.window:
@@ -45,8 +44,7 @@ class Finder:
     def guess(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> int:
         """About how many leading tokens are in the pool: a hint for the order of service, found by bisection."""
         limit = (len(token_ids) - 1) // BLOCK_SIZE
-        if len(sequence.chain.keys) < limit:
-            sequence.chain.extend(token_ids, limit * BLOCK_SIZE)
+        sequence.chain.extend(token_ids, limit * BLOCK_SIZE)
         return min(limit, self._groups[0].index.guess_length(sequence.chain.keys)) * BLOCK_SIZE
 
     def below(

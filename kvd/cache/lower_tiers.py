@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd.cache.layer_group import LayerGroup
+from kvd.cache.prefix_index import is_beginning
 from kvd.cache.ram_tier import RamBlock, RamTier
 from kvd.cache.sequence import Restore, RestoreStep, SequenceBlocks
 from kvd.cache.tiers import NO_TOKEN, NoSlowTier, SlowTier
@@ -114,8 +115,7 @@ class LowerTiers:
     def drop_tails(self, group_id: int, parent_key: bytes, token_ids: tuple[int, ...]) -> None:
         """Give up RAM slots of incomplete blocks that hold a beginning of these tokens."""
         for block in self.ram.continuations(group_id, parent_key, token_ids[0]):
-            length = len(block.token_ids)
-            if length < len(token_ids) and block.token_ids == token_ids[:length]:
+            if is_beginning(block.token_ids, token_ids):
                 self.ram.forget_if_idle(block)
 
     def reset(self) -> tuple[int, int]:

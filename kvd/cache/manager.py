@@ -77,7 +77,6 @@ class CacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_changes = 0  # rises whenever blocks may have become available, or known
         self.key_seed = key_seed
-        self._clock = clock
         self._groups = tuple(
             LayerGroup(number, window, make_policy(clock), max_cached_blocks)
             for number, window in zip(num_blocks, windows, strict=True)

@@ -199,6 +199,11 @@ class PrefixIndex:
         return any(block.is_whole for alike in behind.values() for block in alike.values())
 
 
+def is_beginning(token_ids: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Whether a block's tokens are a beginning of others, and fewer: then it says nothing that the others do not."""
+    return len(token_ids) < len(of) and token_ids == of[: len(token_ids)]
+
+
 def common_length(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
     """Leading tokens that both have in common."""
     length = 0

@@ -72,7 +72,7 @@ def build_engine(
     kv_format = spec.kv_format(config.kv_cache_dtype)
     if config.kv_eviction != "none" and all(group.window for group in kv_format.groups):
         raise ConfigError("kv_eviction: every layer of this model has a sliding window already; leave it at none")
-    tier_sizes = size_tiers(config, kv_format)
+    tier_sizes = size_tiers(config, kv_format, log)
     weights = load_weights(files, spec, progress=progress)
     weight_bytes = prepared_weight_bytes(ops, weights)
     pool, total_bytes, step_bytes = _budget(config, spec, kv_format, ops, limits, weight_bytes, tier_sizes)

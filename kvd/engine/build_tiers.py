@@ -40,7 +40,7 @@ class Tiers:
     num_slots: tuple[int, ...]
 
 
-def size_tiers(config: Config, kv_format: KVFormat) -> TierSizes:
+def size_tiers(config: Config, kv_format: KVFormat, log: Callable[[str, str], None]) -> TierSizes:
     """Slots of the RAM tier: whole blocks of all groups in `swap_space`, never more.
 
     Raises NotEnoughMemory where `swap_space` is smaller than one block of every group, and StartupError for a folder of
@@ -55,7 +55,9 @@ def size_tiers(config: Config, kv_format: KVFormat) -> TierSizes:
             f"swap_space {config.swap_space} GiB is less than one KV block of {kv_format.block_bytes / GIB:.6f} GiB"
         )
     if config.disk_cache is not None:
-        DiskFolder(config.disk_cache.path, lambda line: None)  # a bad folder is to be known before weights are loaded
+        DiskFolder(
+            config.disk_cache.path, lambda line: log("warning", line)
+        )  # a bad folder is to be known before weights are loaded
     return TierSizes(num_slots, num_slots * kv_format.block_bytes)
 
 

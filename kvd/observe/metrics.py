@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -83,15 +83,13 @@ def _vllm_families(snapshot: Snapshot) -> Iterator[Metric]:
     names, values = ["model_name", "engine"], [_model_name(snapshot), "0"]
     counters, info = snapshot.counters, snapshot.info
     usage = snapshot.num_blocks_active / snapshot.num_blocks if snapshot.num_blocks else 0.0
-    for name, help_text, value in (
+    gauges = (
         ("num_requests_running", "Requests in the running batch.", float(snapshot.num_running)),
         ("num_requests_waiting", "Requests waiting to be scheduled.", float(snapshot.num_waiting)),
         ("kv_cache_usage_perc", "Share of KV blocks in use by requests, 0 to 1.", usage),
-    ):
-        gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=names)
-        gauge.add_metric(values, value)
-        yield gauge
-    for name, help_text, count in (
+    )
+    yield from _families(GaugeMetricFamily, "vllm", gauges, names, values)
+    rows = (
         (
             "prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache.",
@@ -102,10 +100,8 @@ def _vllm_families(snapshot: Snapshot) -> Iterator[Metric]:
         ("prompt_tokens", "Prompt tokens of scheduled requests.", counters.prompt_tokens),
         ("prompt_tokens_cached", "Prompt tokens that were not computed.", counters.prompt_tokens_cached),
         ("generation_tokens", "Tokens generated.", counters.generation_tokens),
-    ):
-        counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=names)
-        counter.add_metric(values, count)
-        yield counter
+    )
+    yield from _families(CounterMetricFamily, "vllm", rows, names, values)
     success = CounterMetricFamily(
         "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
     )
@@ -141,7 +137,7 @@ def _kvd_families(snapshot: Snapshot, hit_rate: float) -> Iterator[Metric]:
     ):
         blocks.add_metric([*values, state, tier], num_blocks)
     yield blocks
-    for name, help_text, value in (
+    rows = (
         ("prefix_cache_hit_rate", "Hit tokens ÷ looked-up tokens over the last minute.", hit_rate),
         ("pinned_blocks", "KV blocks that an operator has pinned.", float(snapshot.num_blocks_pinned)),
         ("running_limit", "Requests that may run at the same time, as of now.", float(snapshot.running_limit)),
@@ -150,15 +146,13 @@ def _kvd_families(snapshot: Snapshot, hit_rate: float) -> Iterator[Metric]:
         ("kv_bytes_per_token_16bit", "Bytes that it would take in 16 bits.", budget.bytes_per_token_16bit),
         ("weight_bytes", "Bytes of the model's weights in memory.", float(budget.weight_bytes)),
         ("uptime_seconds", "Seconds since the engine started.", snapshot.uptime_seconds),
-    ):
-        gauge = GaugeMetricFamily(f"kvd:{name}", help_text, labels=names)
-        gauge.add_metric(values, value)
-        yield gauge
+    )
+    yield from _families(GaugeMetricFamily, "kvd", rows, names, values)
     yield from _kvd_counters(snapshot.counters, names, values)
 
 
 def _kvd_counters(counters: Counters, names: list[str], values: list[str]) -> Iterator[Metric]:
-    for name, help_text, count in (
+    rows = (
         ("recomputed_tokens", "Tokens computed again after a preemption.", counters.recomputed_tokens),
         (
             "prefill_tokens_computed",
@@ -176,10 +170,8 @@ def _kvd_counters(counters: Counters, names: list[str], values: list[str]) -> It
         ("restored_blocks", "Blocks brought back from the RAM tier.", counters.num_restored_blocks),
         ("steps", "Steps of the engine.", counters.num_steps),
         ("step_seconds", "Seconds spent in steps.", counters.step_seconds),
-    ):
-        counter = CounterMetricFamily(f"kvd:{name}", help_text, labels=names)
-        counter.add_metric(values, count)
-        yield counter
+    )
+    yield from _families(CounterMetricFamily, "kvd", rows, names, values)
     num_from_below = counters.ram_hit_tokens + counters.disk_hit_tokens
     for name, help_text, label, parts in (
         (
@@ -203,6 +195,20 @@ def _kvd_counters(counters: Counters, names: list[str], values: list[str]) -> It
         family = CounterMetricFamily(f"kvd:{name}", help_text, labels=[*names, label])
         for value, count in parts.items():
             family.add_metric([*values, value], count)
+        yield family
+
+
+def _families(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    prefix: str,
+    rows: Iterable[tuple[str, str, float]],
+    names: list[str],
+    values: list[str],
+) -> Iterator[Metric]:
+    """A family of one sample for each row (name, help, value)."""
+    for name, help_text, value in rows:
+        family = kind(f"{prefix}:{name}", help_text, labels=names)
+        family.add_metric(values, value)
         yield family
 
 

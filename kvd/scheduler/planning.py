@@ -238,7 +238,8 @@ class Planner:
         running = self._roster.running
         if self._roster.in_flight or self._cache.tiers.is_busy or len(running) < 2:
             return False
-        victim = max([state for state in running if state is not oldest_of(running)], key=order_of_running)
+        oldest = oldest_of(running)
+        victim = max([state for state in running if state is not oldest], key=order_of_running)
         victim.num_forced += 1
         self._num_preempted += 1
         self._preempt(victim, budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.cache.chains import ChainHold
 from kvd.cache.tiers import NoSlowTier
 from kvd.core import BLOCK_SIZE
 from kvd.errors import RequestError
@@ -32,16 +33,22 @@ def test_a_block_from_a_session_never_reaches_ram_under_the_key_of_what_it_repla
     assert saved == {block.block_id: block.key for block in index}
 
 
+def hold_four_blocks(driver: Driver) -> ChainHold:
+    """What saving a session does while it lasts."""
+    driver.scheduler.add(make_request("kept", 4 * BLOCK_SIZE, max_tokens=1))
+    driver.finish()
+    key = driver.scheduler.find_chain("kept")
+    assert key is not None
+    hold = driver.cache.chains.hold_chain(key)
+    assert hold is not None
+    return hold
+
+
 def test_a_request_waits_for_blocks_that_are_held() -> None:
     """While a session is written its chain cannot be evicted; nobody else may be there to give way."""
     driver = Driver(num_blocks=(8,))
     scheduler, chains = driver.scheduler, driver.cache.chains
-    scheduler.add(make_request("kept", 4 * BLOCK_SIZE, max_tokens=1))
-    driver.finish()
-    key = scheduler.find_chain("kept")
-    assert key is not None
-    hold = chains.hold_chain(key)
-    assert hold is not None
+    hold = hold_four_blocks(driver)
     scheduler.add(make_request("waits", 5 * BLOCK_SIZE))
     assert scheduler.plan() is None
     chains.let_go(hold)
@@ -53,12 +60,7 @@ def test_a_request_waits_for_blocks_that_are_held() -> None:
 def test_a_request_that_grows_waits_for_blocks_that_are_held() -> None:
     driver = Driver(num_blocks=(8,))
     scheduler, chains = driver.scheduler, driver.cache.chains
-    scheduler.add(make_request("kept", 4 * BLOCK_SIZE, max_tokens=1))
-    driver.finish()
-    key = scheduler.find_chain("kept")
-    assert key is not None
-    hold = chains.hold_chain(key)
-    assert hold is not None
+    hold = hold_four_blocks(driver)
     scheduler.add(make_request("grows", 3 * BLOCK_SIZE, max_tokens=3 * BLOCK_SIZE))
     while driver.scheduler.request_views()[0].num_computed_tokens < 4 * BLOCK_SIZE:
         driver.step()
