@@ -23,6 +23,7 @@ o_w. Attention rounds the query to int8 per head, sums q·k exactly, and works i
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,11 +81,16 @@ class LiveSize(IntEnum):
 class Batch:
     """One step's metadata, in preallocated buffers of which only the first live entries mean anything.
 
-    token_ids     int64 [max_tokens]
+    token_ids     int64 [max_tokens]; -1 - slot stands for the newest token that was sampled for that slot, which the
+                  caller does not know yet; only where `Ops.steps_ahead` is not 0
     positions     int32 [max_tokens], absolute
     query_starts  int32 [max_seqs + 1]; tokens of sequence s are query_starts[s] … query_starts[s + 1] - 1
     logit_rows    int64 [max_seqs]; token indices whose logits are wanted, in sequence order
     groups        one GroupTables per layer group
+    logit_slots   int64 [max_seqs] or None; the slot under which the token of each logits row is kept
+    max_query_tokens, max_slots
+                  the most tokens of a live sequence, and the most token slots over a table; 0 where nobody has said
+                  them, so that who needs them has to look
     """
 
     token_ids: torch.Tensor
@@ -95,6 +101,9 @@ class Batch:
     num_tokens: int = 0
     num_seqs: int = 0
     num_logit_rows: int = 0
+    logit_slots: torch.Tensor | None = None
+    max_query_tokens: int = 0
+    max_slots: int = 0
 
 
 @dataclass(slots=True)
@@ -187,6 +196,71 @@ class SamplingResult:
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
 
 
+class PendingStep(ABC):
+    """A step that was launched and may still be under way."""
+
+    @abstractmethod
+    def result(self) -> SamplingResult | None:
+        """Wait for its end. The tokens, or None where none were to be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep(PendingStep):
+    """A step that was over when its launch returned."""
+
+    tokens: SamplingResult | None
+
+    def result(self) -> SamplingResult | None:
+        return self.tokens
+
+
+class Transfer(ABC):
+    """Copies that were ordered and may still be under way."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """Wait for their end; how long the copies themselves took."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTransfer(Transfer):
+    """Copies that were over when the call returned."""
+
+    taken_seconds: float
+
+    def seconds(self) -> float:
+        return self.taken_seconds
+
+
+class DeviceMemory(ABC):
+    """The memory that weights, cache and steps live in, where that is not the host's. All figures are bytes.
+
+    setting: the name of the configuration field that says which share of it may be taken.
+    """
+
+    setting: str
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """As the device has it."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """What this process may still take now; what other processes hold is not in it."""
+
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """What this process holds now."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new high-water mark for `peak_bytes`."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most that this process held since the mark was reset."""
+
+
 class StepProgram(ABC):
     """The forward pass and the sampling of one step, ready to be run any number of times. Made by `Ops.record`.
 
@@ -204,6 +278,14 @@ class StepProgram(ABC):
         returned; else its num_rows is the batch's num_logit_rows.
         """
 
+    def launch(self, batch: Batch, params: SamplingBatch | None) -> PendingStep:
+        """Begin what `run` does. When this returns, batch and params may be filled anew.
+
+        Steps, copies and transfers take effect in the order in which they were asked for. `logits` is this step's until
+        the next launch.
+        """
+        return FinishedStep(self.run(batch, params))
+
 
 class Ops(ABC):
     """One backend. Handles that `prepare_*` return are opaque and belong to that backend."""
@@ -214,6 +296,9 @@ class Ops(ABC):
     device: torch.device
     activation_dtype: torch.dtype
     notices: tuple[str, ...] = ()  # what a user should know about how this backend started
+    steps_ahead: int = 0  # how many steps more may be launched before the result of one is taken
+    memory: DeviceMemory | None = None  # None: the host's
+    default_step_tokens: int = 256  # the most tokens of a step where nobody has said
 
     @property
     def label(self) -> str:
@@ -309,16 +394,23 @@ class Ops(ABC):
 
     def copy_rows(
         self, source: torch.Tensor, source_rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]
-    ) -> None:
+    ) -> Transfer:
         """target[target_rows[i]] = source[source_rows[i]], one after the other.
 
         source, target: uint8 [any, width], contiguous, of equal width and not the same memory; one of them may lie on
-        the device and the other in host memory.
+        the device and the other in memory from `allocate_host`, of which nobody may touch these rows until the
+        transfer is over. Later steps and copies find the rows as this leaves them.
         """
+        started = time.monotonic()
         assert source.shape[1] == target.shape[1]
         for source_row, target_row in zip(source_rows, target_rows, strict=True):
             assert source_row >= 0 <= target_row
             target[target_row].copy_(source[source_row])
+        return FinishedTransfer(time.monotonic() - started)
+
+    def allocate_host(self, num_rows: int, width: int) -> torch.Tensor:
+        """Host memory that `copy_rows` moves to and from at full speed: uint8 [num_rows, width], contents undefined."""
+        return torch.empty((num_rows, width), dtype=torch.uint8)
 
     def record(self, batch: Batch, cache: KVCache, forward: Callable[[Batch], torch.Tensor]) -> StepProgram:
         """Make a program of a forward pass over this batch's buffers and this cache.

@@ -7,6 +7,7 @@ Called one by one, an op is one native call. Recorded (`record`), a whole step i
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ from kvd_kernels.kv_format import BLOCK_TOKENS
 from kvd_kernels.ops import (
     AttentionSpec,
     Batch,
+    FinishedTransfer,
     KVCache,
     LiveSize,
     Ops,
@@ -44,6 +46,7 @@ from kvd_kernels.ops import (
     SamplingBatch,
     SamplingResult,
     StepProgram,
+    Transfer,
 )
 from kvd_kernels.weights import FloatWeight, Int4Weight, Int8Weight, Linear, WeightMatrix
 
@@ -201,13 +204,14 @@ class CpuOps(Ops):
 
     def copy_rows(
         self, source: torch.Tensor, source_rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]
-    ) -> None:
+    ) -> Transfer:
+        started = time.monotonic()
         count, width = len(source_rows), source.shape[1]
         assert target.shape[1] == width
         assert source.dtype is target.dtype is torch.uint8
         assert len(target_rows) == count
         if not count:
-            return
+            return FinishedTransfer(0.0)
         assert min(source_rows) >= 0 <= min(target_rows)
         assert max(source_rows) < len(source)
         assert max(target_rows) < len(target)
@@ -215,6 +219,7 @@ class CpuOps(Ops):
         self.library.functions.kvd_copy_rows(
             _address(source), rows(*source_rows), _address(target), rows(*target_rows), count, width
         )
+        return FinishedTransfer(time.monotonic() - started)
 
     def record(self, batch: Batch, cache: KVCache, forward: Callable[[Batch], torch.Tensor]) -> StepProgram:
         codes = replace(batch, num_tokens=LiveSize.TOKENS, num_logit_rows=LiveSize.LOGIT_ROWS)

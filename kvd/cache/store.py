@@ -13,7 +13,7 @@ import torch
 
 from kvd.core import BlockTransfer
 from kvd_kernels.kv_format import KVFormat
-from kvd_kernels.ops import KVCache, Ops
+from kvd_kernels.ops import KVCache, Ops, Transfer
 
 
 def allocate_cache(kv_format: KVFormat, num_blocks: int, device: torch.device) -> KVCache:
@@ -46,30 +46,33 @@ class Arena:
         return self._bytes[group_id][slot * block_bytes : (slot + 1) * block_bytes]
 
 
-def allocate_arena(kv_format: KVFormat, num_slots: int | Sequence[int], device: torch.device) -> Arena:
-    """Memory of the RAM tier beside a cache on `device`.
+def allocate_arena(kv_format: KVFormat, num_slots: int | Sequence[int], ops: Ops) -> Arena:
+    """Memory of the RAM tier beside a cache of `ops`.
 
-    num_slots: of every group, or one number for each. Pinned where the device is CUDA, so that copies need no staging;
-    else handed out by the operating system as slots are first written.
+    num_slots: of every group, or one number for each. Pageable memory is handed out as slots are first written; that of
+    a GPU's backend is pinned, and taken at once.
     """
     groups = kv_format.groups
     counts = [num_slots] * len(groups) if isinstance(num_slots, int) else list(num_slots)
     return Arena([
-        torch.empty((count, group.block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        for group, count in zip(groups, counts, strict=True)
+        ops.allocate_host(count, group.block_bytes) for group, count in zip(groups, counts, strict=True)
     ])  # fmt: skip
 
 
-def save_blocks(ops: Ops, cache: KVCache, arena: Arena, transfers: Sequence[BlockTransfer]) -> None:
-    """Copy whole blocks of the pools to slots of the arena."""
-    for group_id, (block_ids, slots) in _by_group(transfers).items():
+def save_blocks(ops: Ops, cache: KVCache, arena: Arena, transfers: Sequence[BlockTransfer]) -> list[Transfer]:
+    """Copy whole blocks of the pools to slots of the arena; what there is to wait for before the slots are read."""
+    return [
         ops.copy_rows(cache.pools[group_id], block_ids, arena.slots[group_id], slots)
+        for group_id, (block_ids, slots) in _by_group(transfers).items()
+    ]
 
 
-def restore_blocks(ops: Ops, cache: KVCache, arena: Arena, transfers: Sequence[BlockTransfer]) -> None:
-    """Copy slots of the arena to whole blocks of the pools."""
-    for group_id, (block_ids, slots) in _by_group(transfers).items():
+def restore_blocks(ops: Ops, cache: KVCache, arena: Arena, transfers: Sequence[BlockTransfer]) -> list[Transfer]:
+    """Copy slots of the arena to whole blocks of the pools; what there is to wait for before the slots are reused."""
+    return [
         ops.copy_rows(arena.slots[group_id], slots, cache.pools[group_id], block_ids)
+        for group_id, (block_ids, slots) in _by_group(transfers).items()
+    ]
 
 
 def read_block(cache: KVCache, group_id: int, block_id: int) -> bytes:

@@ -38,6 +38,7 @@ class BatchBuilder:
         self._positions = np.zeros(max_tokens, dtype=np.int32)
         self._query_starts = np.zeros(max_seqs + 1, dtype=np.int32)
         self._logit_rows = np.zeros(max_seqs, dtype=np.int64)
+        self._logit_slots = np.zeros(max_seqs, dtype=np.int64)
         self._dense_positions = np.arange(0, max_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype=np.int32)
         self._tables = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self._first_positions = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_groups)]
@@ -61,13 +62,14 @@ class BatchBuilder:
                 )
                 for group in range(num_groups)
             ),
+            logit_slots=torch.from_numpy(self._logit_slots),
         )
 
     def fill(self, plan: StepPlan, newest_tokens: np.ndarray) -> Batch:
         """Describe the plan's items, in plan order.
 
-        newest_tokens: int64 [num_slots]; the latest token sampled for each slot, for items whose last token the
-        scheduler did not know yet.
+        newest_tokens: int64 [num_slots]; the latest token sampled for each slot, or what stands for it in a Batch, for
+        items whose last token the scheduler did not know yet.
         """
         items, held = plan.items, self._held
         tokens: list[int] = []  # of the leading items that have one token each: the decodes, as a rule
@@ -85,14 +87,19 @@ class BatchBuilder:
             self._fill_singles(singles, tokens, starts)
         logit_rows = [row for row, item in enumerate(singles) if item.samples]
         end = num_single
+        longest = int(num_single > 0)
         for sequence in range(num_single, len(items)):
             item = items[sequence]
             end = self._fill_run(sequence, item, end, newest_tokens)
+            longest = max(longest, item.num_tokens)
             if item.samples:
                 logit_rows.append(end - 1)
         self._logit_rows[: len(logit_rows)] = logit_rows
+        self._logit_slots[: len(logit_rows)] = [item.slot for item in items if item.samples]
         batch = self.batch
         batch.num_tokens, batch.num_seqs, batch.num_logit_rows = end, len(items), len(logit_rows)
+        batch.max_query_tokens = longest
+        batch.max_slots = max((int(num_slots[: len(items)].max(initial=0)) for num_slots in self._num_slots), default=0)
         return batch
 
     def _write_row(self, sequence: int, item: PlanItem) -> None:

@@ -88,7 +88,7 @@ def build_engine(
     cache = allocate_cache(kv_format, pool.num_blocks, ops.device)
     generator = random.Random(config.seed)
     engines: list[Engine] = []  # the one that is made below, for the disk tier's threads to wake
-    tiers = open_tiers(config, kv_format, tier_sizes, ops.device, wake=lambda: wake_all(engines), log=log)
+    tiers = open_tiers(config, kv_format, tier_sizes, ops, wake=lambda: wake_all(engines), log=log)
     runner = Runner(
         decoder, cache,
         max_blocks_per_request=-(-pool.max_model_len // BLOCK_SIZE),

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from kvd.cache.disk_folder import DiskFolder
 from kvd.cache.sizing import GIB
 from kvd.cache.store import Arena, allocate_arena
@@ -18,6 +16,7 @@ from kvd.config import Config
 from kvd.engine.disk_link import DiskLink
 from kvd.errors import NotEnoughMemory
 from kvd_kernels.kv_format import KVFormat
+from kvd_kernels.ops import Ops
 
 STAGING_BYTES = 256 << 20
 """RAM that the disk tier works through when there is no `swap_space`."""
@@ -65,7 +64,7 @@ def open_tiers(
     config: Config,
     kv_format: KVFormat,
     sizes: TierSizes,
-    device: torch.device,
+    ops: Ops,
     *,
     wake: Callable[[], None],
     log: Callable[[str, str], None],
@@ -78,7 +77,7 @@ def open_tiers(
     num_slots = (sizes.num_slots,) * len(kv_format.groups)
     if not sizes.num_slots:
         return Tiers(None, None, num_slots)
-    arena = allocate_arena(kv_format, num_slots, device)
+    arena = allocate_arena(kv_format, num_slots, ops)
     if config.disk_cache is None:
         return Tiers(arena, None, num_slots)
     disk = DiskLink(

@@ -25,7 +25,6 @@ from kvd.core import (
     RequestView,
     SessionInfo,
     Snapshot,
-    StepPlan,
     TokenEvent,
 )
 from kvd.engine.disk_link import DiskLink
@@ -85,19 +84,24 @@ class Engine:
 
     def _step(self) -> None:
         self._finish(self._scheduler.expire())
+        runner = self._runner
         plan = self._scheduler.plan() if self._has_work else None
-        if plan is None:
+        if plan is None and not runner.num_in_flight:
             self._take_commands(IDLE_POLL_SECONDS)  # blocked: only a command or time can help
             return
         try:
-            result = self._runner.run(plan)
+            if plan is not None:
+                runner.launch(plan)
+                if runner.num_in_flight <= runner.steps_ahead:
+                    return  # it runs while the next one is planned
+            landed, result = runner.land()
         except Exception as error:
-            self._fail_step(plan, error)
+            self._fail_step(error)
             return
         self._last_progress = time.monotonic()
-        events = self._scheduler.commit(plan, result)
-        if plan.items:
-            self._statistics.step(plan.num_tokens, events, self._last_progress)
+        events = self._scheduler.commit(landed, result)
+        if landed.items:
+            self._statistics.step(landed.num_tokens, events, self._last_progress)
         self._deliver(events)
 
     def _run(self) -> None:
@@ -140,9 +144,9 @@ class Engine:
         except queue.Empty:
             return
 
-    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+    def _fail_step(self, error: Exception) -> None:
         """The runner failed: its blocks may be half written, so every request ends and no cached block stays."""
-        message = f"step {plan.step_id} failed: {type(error).__name__}: {error}"
+        message = f"step {self._runner.void()} failed: {type(error).__name__}: {error}"
         self._log("error", message)
         self._log("debug", traceback.format_exc())
         self._last_progress = time.monotonic()

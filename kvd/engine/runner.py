@@ -3,12 +3,17 @@
 The runner remembers, per request, what sampling needs and the scheduler does not: the generator's key and the
 token counts for penalties. It learns of a request from `StepPlan.new_requests` and forgets it on
 `ended_request_ids`; a preempted request stays known, so that recomputation cannot change what it samples.
+
+Where the backend computes beside Python (`Ops.steps_ahead`), a step may be launched before the last one has landed. A
+token that nobody knows yet goes into the next step by the name of its slot; a step whose penalties count such a token
+waits for it, and so does every step of which more than tokens is to be read.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +25,7 @@ from kvd.core import Logprobs, PlanItem, Sample, StepPlan, StepResult
 from kvd.engine.batch_builder import BatchBuilder
 from kvd.engine.sampling_rows import RequestSampling, SamplingRows
 from kvd.model.decoder import Decoder
-from kvd_kernels.ops import Batch, KVCache, SamplingBatch, SamplingResult
+from kvd_kernels.ops import Batch, KVCache, PendingStep, SamplingBatch, SamplingResult, StepProgram, Transfer
 
 
 class RunnerObserver(Protocol):
@@ -63,51 +68,103 @@ class Runner:
         self._known: dict[str, RequestSampling] = {}
         self._sampling_rows = SamplingRows(decoder.max_seqs)
         self._newest_tokens = np.zeros(decoder.max_seqs, dtype=np.int64)
+        self._num_unknown = np.zeros(decoder.max_seqs, dtype=np.int64)  # steps in flight that choose a slot's token
+        self._in_flight: list[_Step] = []
+        self._last_landed = 0.0
         self._draw_seed = draw_seed
         self._observer = observer
 
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps more may be launched before one is landed."""
+        return self._decoder.ops.steps_ahead
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and not landed."""
+        return len(self._in_flight)
+
     def run(self, plan: StepPlan) -> StepResult:
-        """Forget, register, save, copy, restore, compute, sample."""
-        started = time.monotonic()
+        """Launch a step and wait for it, with no other in flight."""
+        assert not self._in_flight
+        self.launch(plan)
+        return self.land()[1]
+
+    def launch(self, plan: StepPlan) -> None:
+        """Forget, register, save, copy, restore, compute, sample: order all this, and wait for none of it."""
+        assert len(self._in_flight) <= self.steps_ahead
+        step = _Step(plan, time.monotonic())
+        self._in_flight.append(step)
         for request_id in plan.ended_request_ids:
             self._known.pop(request_id, None)
         for request in plan.new_requests:
             seed = request.sampling.seed
             self._known[request.request_id] = RequestSampling(request, self._draw_seed() if seed is None else seed)
-        save_seconds, restore_seconds = self._move_blocks(plan)
-        samples: tuple[Sample, ...] = ()
-        masses: tuple[tuple[float, ...], ...] = ()
+        self._move_blocks(step)
         if plan.items:
-            batch = self._builder.fill(plan, self._newest_tokens)
-            items = [item for item in plan.items if item.samples]
-            with_mass = self._with_mass() if any(item.wants_mass for item in plan.items) else None
-            program = self._program if with_mass is None else with_mass.program
-            result = program.run(batch, self._sampling_batch(items) if items else None)
-            if self._observer is not None:
-                self._report(self._observer, plan, program.logits)
-            if result is not None:
-                samples = self._accept(items, result)
-            if with_mass is not None:
-                masses = with_mass.masses(plan.items)
-        return StepResult(plan.step_id, samples, time.monotonic() - started, save_seconds, restore_seconds, masses)
+            self._compute(step)
 
-    def _move_blocks(self, plan: StepPlan) -> tuple[float, float]:
-        """Saves, copies and restores, in this order; the seconds that saves and restores took."""
-        ops, cache, arena = self._decoder.ops, self._cache, self._arena
-        save_seconds = restore_seconds = 0.0
-        if plan.saves:
-            assert arena is not None, "a plan saves blocks where there is no RAM tier"
-            started = time.monotonic()
-            save_blocks(ops, cache, arena, plan.saves)
-            save_seconds = time.monotonic() - started
+    def land(self) -> tuple[StepPlan, StepResult]:
+        """Wait for the oldest step in flight."""
+        step = self._in_flight[0]
+        self._wait(step)
+        del self._in_flight[0]
+        assert step.result is not None
+        return step.plan, step.result
+
+    def void(self) -> int:
+        """Forget the steps in flight, since one of them has failed; the id of the oldest of them."""
+        step_id = self._in_flight[0].plan.step_id
+        self._in_flight.clear()
+        self._num_unknown[:] = 0
+        return step_id
+
+    def _move_blocks(self, step: _Step) -> None:
+        """Saves, copies and restores, in this order."""
+        plan, ops, cache, arena = step.plan, self._decoder.ops, self._cache, self._arena
+        assert arena is not None or not (plan.saves or plan.restores), "a plan moves blocks where there is no RAM tier"
+        if arena is not None and plan.saves:
+            step.saves = save_blocks(ops, cache, arena, plan.saves)
         for copy in plan.copies:
             ops.copy_block(cache, copy.group_id, copy.source, copy.target, copy.num_tokens)
-        if plan.restores:
-            assert arena is not None, "a plan restores blocks where there is no RAM tier"
-            started = time.monotonic()
-            restore_blocks(ops, cache, arena, plan.restores)
-            restore_seconds = time.monotonic() - started
-        return save_seconds, restore_seconds
+        if arena is not None and plan.restores:
+            step.restores = restore_blocks(ops, cache, arena, plan.restores)
+
+    def _compute(self, step: _Step) -> None:
+        items = step.sampled = [item for item in step.plan.items if item.samples]
+        if any(self._known[item.request_id].output_counts is not None for item in items):
+            for older in self._in_flight[:-1]:  # penalties count the tokens that these steps choose
+                self._wait(older)
+        batch = self._builder.fill(step.plan, self._newest_tokens)
+        step.mass = self._with_mass() if any(item.wants_mass for item in step.plan.items) else None
+        step.program = self._program if step.mass is None else step.mass.program
+        step.pending = step.program.launch(batch, self._sampling_batch(items) if items else None)
+        for item in items:
+            self._newest_tokens[item.slot] = -1 - item.slot
+            self._num_unknown[item.slot] += 1
+        if step.mass is not None or self._observer is not None or not self.steps_ahead:
+            self._wait(step)  # what is to be read beside the tokens, the next step overwrites
+
+    def _wait(self, step: _Step) -> None:
+        """Wait for a step and take in what it has chosen. Steps before it were waited for."""
+        if step.result is not None:
+            return
+        samples: tuple[Sample, ...] = ()
+        masses: tuple[tuple[float, ...], ...] = ()
+        if step.pending is not None and step.program is not None:
+            result = step.pending.result()
+            if self._observer is not None:
+                self._report(self._observer, step.plan, step.program.logits)
+            if result is not None:
+                samples = self._accept(step.sampled, result)
+            if step.mass is not None:
+                masses = step.mass.masses(step.plan.items)
+        save_seconds = sum(transfer.seconds() for transfer in step.saves)
+        restore_seconds = sum(transfer.seconds() for transfer in step.restores)
+        now = time.monotonic()
+        seconds = now - max(step.launched, self._last_landed)  # it could not begin before the one before it had ended
+        self._last_landed = now
+        step.result = StepResult(step.plan.step_id, samples, seconds, save_seconds, restore_seconds, masses)
 
     def _with_mass(self) -> _MassProgram:
         if self._mass_program is None:
@@ -133,15 +190,32 @@ class Runner:
         samples = []
         for item, token_id, logprobs in zip(items, result.token_ids, result.logprobs, strict=True):
             request_id = item.request_id
+            self._num_unknown[item.slot] -= 1
             if token_id is None:
                 samples.append(Sample(request_id, None))
                 continue
-            self._newest_tokens[item.slot] = token_id
-            counts = self._known[request_id].output_counts
-            if counts is not None:
-                counts.add(token_id)
+            if not self._num_unknown[item.slot]:
+                self._newest_tokens[item.slot] = token_id
+            known = self._known.get(request_id)  # it may have ended while this step was in flight
+            if known is not None and known.output_counts is not None:
+                known.output_counts.add(token_id)
             samples.append(Sample(request_id, token_id, logprobs and Logprobs(logprobs[0], tuple(logprobs[1]))))
         return tuple(samples)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step from its launch to its landing. `launched` is a time of the monotonic clock."""
+
+    plan: StepPlan
+    launched: float
+    sampled: list[PlanItem] = field(default_factory=list)
+    saves: list[Transfer] = field(default_factory=list)
+    restores: list[Transfer] = field(default_factory=list)
+    program: StepProgram | None = None
+    pending: PendingStep | None = None
+    mass: _MassProgram | None = None
+    result: StepResult | None = None
 
 
 class _MassProgram:

@@ -112,7 +112,7 @@ class Harness:
         kv_format, device = decoder.kv_format, decoder.ops.device
         block_bytes = [group.block_bytes for group in kv_format.groups]
         self.cache = allocate_cache(kv_format, num_blocks, device)
-        self.arena = allocate_arena(kv_format, num_ram_slots, device) if num_ram_slots else None
+        self.arena = allocate_arena(kv_format, num_ram_slots, decoder.ops) if num_ram_slots else None
         self.disk: DiskLink | None = None
         if disk_folder is not None:
             assert self.arena is not None, "the disk tier works through the RAM tier"

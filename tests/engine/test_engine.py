@@ -36,18 +36,44 @@ INFO = EngineInfo(
 class FakeRunner:
     """Samples 7 for everybody. `before_step` may wait, or raise as a broken runner would."""
 
+    steps_ahead = 0
+
     def __init__(self) -> None:
+        self.in_flight: list[StepPlan] = []
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.num_steps = 0
         self.not_finite: set[str] = set()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.in_flight)
+
+    def launch(self, plan: StepPlan) -> None:
+        assert len(self.in_flight) <= self.steps_ahead
+        self.in_flight.append(plan)
+
+    def land(self) -> tuple[StepPlan, StepResult]:
+        plan = self.in_flight[0]
         self.before_step(plan)
         self.num_steps += 1
-        return StepResult(plan.step_id, tuple(self.sample(item) for item in plan.items if item.samples), 0.001)
+        samples = tuple(self.sample(item) for item in plan.items if item.samples)
+        return self.in_flight.pop(0), StepResult(plan.step_id, samples, 0.001)
+
+    def void(self) -> int:
+        step_id = self.in_flight[0].step_id
+        self.in_flight.clear()
+        return step_id
 
     def sample(self, item: PlanItem) -> Sample:
         return Sample(item.request_id, None if item.request_id in self.not_finite else 7)
+
+
+@pytest.fixture(autouse=True, params=[0, 1], ids=["depth-0", "depth-1"])
+def steps_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every test runs with a runner that finishes each step first, and with one that has a step in flight meanwhile."""
+    depth: int = request.param
+    monkeypatch.setattr(FakeRunner, "steps_ahead", depth)
+    return depth
 
 
 class Fixture:

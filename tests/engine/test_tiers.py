@@ -277,10 +277,10 @@ def test_one_flipped_byte_in_a_ram_slot_is_found(case: Case) -> None:
 def test_a_restore_of_the_wrong_slot_is_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     restore_blocks = runner_module.restore_blocks
 
-    def confused(ops: Any, cache: Any, arena: Any, transfers: tuple[BlockTransfer, ...]) -> None:
+    def confused(ops: Any, cache: Any, arena: Any, transfers: tuple[BlockTransfer, ...]) -> Any:
         slots = [transfer.slot for transfer in transfers]
         moved = zip(transfers, [slots[1], slots[0], *slots[2:]], strict=True)  # of whole blocks: a tail is half empty
-        restore_blocks(ops, cache, arena, [transfer._replace(slot=slot) for transfer, slot in moved])
+        return restore_blocks(ops, cache, arena, [transfer._replace(slot=slot) for transfer, slot in moved])
 
     monkeypatch.setattr(runner_module, "restore_blocks", confused)
     harness = restored_from_ram(case, lambda _: None)

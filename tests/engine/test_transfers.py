@@ -39,7 +39,10 @@ def two_groups() -> KVFormat:
 def filled(kv_format: KVFormat) -> tuple[KVCache, Arena]:
     """A cache and an arena in which every byte is random."""
     random = torch.Generator().manual_seed(3)
-    cache, arena = allocate_cache(kv_format, NUM_BLOCKS, CPU), allocate_arena(kv_format, NUM_SLOTS, CPU)
+    cache, arena = (
+        allocate_cache(kv_format, NUM_BLOCKS, CPU),
+        allocate_arena(kv_format, NUM_SLOTS, create_ops("reference")),
+    )
     for tensor in (*cache.pools, *arena.slots):
         tensor.random_(0, 256, generator=random)
     return cache, arena
@@ -96,7 +99,7 @@ def test_a_slot_is_memory_that_others_read_and_write() -> None:
 
 def test_groups_may_have_different_numbers_of_slots_or_none() -> None:
     kv_format = two_groups()
-    arena = allocate_arena(kv_format, (0, 3), CPU)
+    arena = allocate_arena(kv_format, (0, 3), create_ops("reference"))
     assert [len(group) for group in arena.slots] == [0, 3]
     assert len(arena.memory(1, 2)) == kv_format.groups[1].block_bytes
 
