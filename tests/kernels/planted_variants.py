@@ -27,15 +27,15 @@ def multiply(a, b, out, depth, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
 
 @triton.jit
 def remember(source, target, count, SIZE: tl.constexpr):
-    """Keeps three tiles in registers at once, which one warp has not."""
+    """Keeps four tiles in registers at once, which one warp has not."""
     lanes = tl.arange(0, SIZE)
     first = tl.load(source + lanes)
     second = tl.load(source + SIZE + lanes)
     third = tl.load(source + 2 * SIZE + lanes)
-    for index in range(count):
-        value = tl.load(source + index * SIZE + lanes)
-        first, second, third = first + value * second, second + value * third, third + value * first
-    tl.store(target + lanes, first + second * third)
+    fourth = tl.load(source + 3 * SIZE + lanes)
+    for _ in range(count):
+        first, second, third, fourth = first + second * third, second + fourth, third * first, fourth + third
+    tl.store(target + lanes, first + second * third + fourth)
 
 
 @triton.jit
