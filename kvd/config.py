@@ -77,8 +77,8 @@ class Config:
         "auto",
         Choice(("auto", "float16", "bfloat16", "float32"), _FLOAT_NAMES),
         "Model",
-        "Element type of activations and of weights that are not quantized; auto follows the checkpoint.",
-        no_effect="on the CPU, which computes with 8-bit activations and 32-bit sums",
+        "Element type of activations on the GPU: float16 or bfloat16; auto is bfloat16 where the checkpoint says so, "
+        "else float16. The CPU computes with 8-bit activations and 32-bit sums.",
     )
     quantization: str = setting(
         "auto",
@@ -121,8 +121,8 @@ class Config:
         0.9,
         Number(0, 1, open_below=True),
         "Memory",
-        "Share of the GPU's memory that kvd may take: weights, activations and KV cache together.",
-        no_effect="on the CPU, where cpu_memory_utilization or kv_cache_memory_bytes sizes the KV cache",
+        "On the GPU: share of its memory that kvd may take: weights, activations, graphs and KV cache together. Less "
+        "where other processes hold more than the rest.",
     )
     cpu_memory_utilization: float = setting(
         0.3,
@@ -150,7 +150,7 @@ class Config:
         Choice(("auto", "int8", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"), _KV_NAMES),
         "Memory",
         "Element type of the KV cache; auto is int8 with one scale per token and head, and the remedies that "
-        "the model needs. fp8 needs a GPU.",
+        "the model needs. fp8 needs the GPU.",
     )
     block_size: int = setting(
         16,
@@ -170,14 +170,15 @@ class Config:
         "auto",
         Choice(("auto", "cpu", "cuda")),
         "Memory",
-        "Where to compute. This version computes on the CPU.",
+        "Where to compute; auto is the GPU where there is one that kvd has kernels for, else the CPU. One that is "
+        "asked for by name and cannot be used is an error.",
     )
     backend: str = setting(
         "auto",
-        Choice(("auto", "cpu", "reference")),
+        Choice(("auto", "triton", "cpu", "reference")),
         "Memory",
-        "Implementation of the numeric operations: cpu is native code, reference plain torch and many times slower. "
-        "One that is asked for by name and cannot run is an error.",
+        "Implementation of the numeric operations: triton runs on the GPU, cpu is native code, reference plain torch "
+        "on the CPU and many times slower. One that is asked for by name and cannot run is an error.",
         origin="kvd",
     )
 
@@ -259,7 +260,7 @@ class Config:
         Integer(16, 2**20, has_auto=True),
         "Scheduling",
         "Most tokens that one step computes; longer prompts take several steps, and target_itl_ms may make steps "
-        "smaller.",
+        "smaller. auto is the backend's choice: more on the GPU.",
     )
     target_itl_ms: float = setting(
         250.0,

@@ -17,6 +17,10 @@ from kvd.errors import ConfigError
 
 Where = Callable[[str], str]
 
+FP8_NEEDS_GPU = (
+    "is refused on the CPU, which has no fp8 arithmetic; int8 takes the same memory and is closer to 16 bits"
+)
+_CPU_BACKENDS = ("cpu", "reference")
 _NEEDS_PREFIX_CACHING = ("max_cached_tokens", "cache_eviction", "disk_cache", "keep_tool_turns")
 
 
@@ -39,6 +43,7 @@ def check(config: Config, where: Where) -> list[str]:
     """Notices about `config`; raises ConfigError."""
     _check_model(config, where)
     _check_memory(config, where)
+    _check_device(config, where)
     _check_access(config, where)
     notices = [
         f"{where(name)} has no effect {setting.no_effect}"
@@ -81,19 +86,28 @@ def _check_memory(config: Config, where: Where) -> None:
             f"{where('block_size')}: {config.block_size} is refused: kvd's kernels, cache keys and files "
             "are built on blocks of 16 tokens, and reuse below a block makes other sizes pointless"
         )
-    if config.device == "cuda":
-        raise ConfigError(f"{where('device')}: cuda is refused: this version of kvd computes on the CPU")
-    if config.kv_cache_dtype.startswith("fp8"):
-        raise ConfigError(
-            f"{where('kv_cache_dtype')}: {config.kv_cache_dtype} is refused on the CPU, which has no "
-            "fp8 arithmetic; int8 takes the same memory and is closer to 16 bits"
-        )
     batched, running = config.max_num_batched_tokens, config.max_num_seqs
     if batched is not None and running is not None and batched < running:
         raise ConfigError(
             f"{where('max_num_batched_tokens')}: {batched} is less than max_num_seqs "
             f"({running}): each running request needs one token per step"
         )
+
+
+def _check_device(config: Config, where: Where) -> None:
+    is_native = config.backend in _CPU_BACKENDS
+    if config.device == "cuda" and is_native:
+        raise ConfigError(
+            f"{where('device')}: cuda and backend {config.backend}, which computes on the CPU, exclude each other"
+        )
+    if config.device == "cpu" and config.backend == "triton":
+        raise ConfigError(f"{where('device')}: cpu and backend triton, which computes on the GPU, exclude each other")
+    if config.dtype == "float32" and (config.device == "cuda" or config.backend == "triton"):
+        raise ConfigError(
+            f"{where('dtype')}: float32 is refused on the GPU, whose kernels compute with 16-bit activations"
+        )
+    if config.kv_cache_dtype.startswith("fp8") and (config.device == "cpu" or is_native):
+        raise ConfigError(f"{where('kv_cache_dtype')}: {config.kv_cache_dtype} {FP8_NEEDS_GPU}")
 
 
 def _check_access(config: Config, where: Where) -> None:

@@ -203,6 +203,7 @@ class MemoryBudget:
     block_bytes: int  # over all layer groups
     bytes_per_token: float
     bytes_per_token_16bit: float
+    setting: str = "cpu_memory_utilization"  # the configuration field that makes the KV cache larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,10 +385,7 @@ class Control(Protocol):
     async def unpin(self, chain: str) -> bool: ...
 
     async def keep_turn(self, request_id: str) -> int:
-        """The answer was a tool call, so the next turn is near: keep the request's blocks for `tool_turn_seconds`.
-
-        Returns how many blocks are kept.
-        """
+        """A turn ended in a tool call: keep its blocks for `tool_turn_seconds`; returns how many are kept."""
         ...
 
     async def save_session(self, name: str, chain: str) -> SessionInfo:

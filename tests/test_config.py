@@ -71,8 +71,7 @@ def test_a_vllm_start_command_works_as_it_is() -> None:
         swap_space=8.0,
     )
     notices = "\n".join(loaded.notices)
-    assert len(loaded.notices) == 2
-    assert "--gpu-memory-utilization has no effect on the CPU" in notices
+    assert len(loaded.notices) == 1
     assert "--tensor-parallel-size has no effect: kvd serves one GPU" in notices
 
 
@@ -374,14 +373,28 @@ def test_stray_blanks_in_a_key_are_named() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-def test_fp8_is_refused_on_the_cpu_with_the_reason(spelling: str) -> None:
-    message = refusal(lambda: from_flags(f"--kv-cache-dtype {spelling}"))
+@pytest.mark.parametrize("chosen", ["--device cpu", "--backend cpu", "--backend reference"])
+def test_fp8_is_refused_on_the_cpu_with_the_reason(spelling: str, chosen: str) -> None:
+    message = refusal(lambda: from_flags(f"--kv-cache-dtype {spelling} {chosen}"))
     assert "no fp8 arithmetic" in message
     assert "int8" in message
+    assert from_flags(f"--kv-cache-dtype {spelling} --device cuda").config.kv_cache_dtype.startswith("fp8")
 
 
-def test_a_gpu_that_is_asked_for_by_name_is_refused() -> None:
-    assert "computes on the CPU" in refusal(lambda: from_flags("--device cuda"))
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--device cuda --backend cpu", "exclude each other"),
+        ("--device cuda --backend reference", "exclude each other"),
+        ("--device cpu --backend triton", "exclude each other"),
+        ("--device cuda --dtype float32", "float32 is refused on the GPU"),
+        ("--backend triton --dtype float", "float32 is refused on the GPU"),
+    ],
+)
+def test_a_device_and_what_it_does_not_have_exclude_each_other(flags: str, reason: str) -> None:
+    assert reason in refusal(lambda: from_flags(flags))
+    first, _ = flags.split(" --")
+    assert not from_flags(first).notices
 
 
 def test_fewer_batched_tokens_than_requests_are_refused() -> None:

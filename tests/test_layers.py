@@ -128,6 +128,63 @@ def test_leaves_need_the_standard_library_alone() -> None:
     assert found == []
 
 
+DEVICE_NAMES = ("cuda", "gpu", "triton", "cpu", "reference")
+KNOWS_BACKENDS = ("kvd.engine.backend", "kvd.config", "kvd.config_*", "kvd.tools", "kvd.cli")
+"""The place that chooses a backend, the settings that name one, and commands that compare some."""
+
+
+def device_questions(path: Path) -> Iterator[str]:
+    """Where a file asks which device or backend it runs on: a comparison with a name, torch.cuda, is_cuda."""
+
+    def names_in(node: ast.AST) -> bool:
+        texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+        return any(isinstance(text, str) and text.partition(":")[0] in DEVICE_NAMES for text in texts)
+
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_test = isinstance(node, ast.Compare) and names_in(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_test = node.func.attr in ("startswith", "endswith") and any(names_in(value) for value in node.args)
+        if isinstance(node, ast.match_case):
+            is_test = names_in(node.pattern)
+        if isinstance(node, ast.Attribute):
+            is_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+            is_test = node.attr in ("is_cuda", "is_cpu") or (is_torch and node.attr == "cuda")
+        if is_test:
+            yield f"line {getattr(node, 'lineno', '?')}: {ast.unparse(node)}"
+
+
+def test_nobody_but_the_backend_asks_which_device_computes() -> None:
+    found = []
+    for name, path in modules():
+        if name.startswith("kvd_kernels") or is_within(name, KNOWS_BACKENDS):
+            continue
+        found += [f"{name}, {question}" for question in device_questions(path)]
+        found += [
+            f"{name} imports {module}"
+            for module in imports_of(name, path)
+            if is_within(module, ("kvd_kernels.cpu", "kvd_kernels.reference", "kvd_kernels.triton"))
+        ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if device.type == "cuda": pass',
+        'if str(ops.device).startswith(("cuda", "gpu")): pass',
+        'if ops.name in ("triton", "cpu"): pass',
+        "if pool.is_cuda: pass",
+        "import torch\ntorch.cuda.synchronize()",
+        'match ops.name:\n    case "triton": pass',
+        'pin = device != "cpu"',
+    ],
+)
+def test_a_question_about_the_device_is_found_in_every_form(code: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(code)
+    assert list(device_questions(path))
+
+
 # --------------------------------------------------------------------------- what a process really loads
 
 

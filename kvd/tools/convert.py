@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvd.engine.backend import log_to_stderr, open_ops
+from kvd.engine.backend import log_to_stderr, open_cpu_ops
 from kvd.errors import ConfigError, UnsupportedModel
 from kvd.model.awq_config import read_awq_config
 from kvd.model.files import ModelFiles
@@ -155,7 +155,7 @@ def check_dimensions(spec: ModelSpec, group_size: int) -> None:
 
 
 def _ops() -> Ops:
-    return open_ops("auto", None, log_to_stderr)
+    return open_cpu_ops("auto", None, log_to_stderr)
 
 
 def _scorer(files: ModelFiles, weights: ModelWeights, ops: Ops, progress: Progress) -> perplexity.Scorer:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvd.engine.backend import log_to_stderr, open_ops
+from kvd.engine.backend import log_to_stderr, open_cpu_ops
 from kvd.errors import ConfigError
 from kvd.model.loading import load_weights, read_spec, resolve_model
 from kvd.model.progress import Progress
@@ -105,7 +105,7 @@ def run(
     spec = read_spec(files)
     token_ids = perplexity.load_tokens(files, text, num_tokens)
     weights = load_weights(files, spec, progress=progress)
-    ops = open_ops("auto", None, log_to_stderr)
+    ops = open_cpu_ops("auto", None, log_to_stderr)
     floats = FloatLinearOps(ops)
     window = min(window, spec.max_positions)
     first_token = perplexity.first_token_of(files)

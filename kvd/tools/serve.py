@@ -62,9 +62,6 @@ def run(loaded: LoadedConfig) -> int:
     sockets = open_sockets(config.host, config.port)
     try:
         with _sigterm_interrupts(), contextlib.closing(WaitingRoom(sockets)):
-            gpu = gpu_name()
-            if gpu:
-                log.warning(f"this version of kvd computes on the CPU; {gpu} stays unused")
             engine, text, settings = load(config)
             from kvd.server.app import build_app
 
@@ -176,25 +173,6 @@ def _check_quantization(config: Config, spec: ModelSpec) -> None:
         raise UnsupportedModel(
             f"quantization: {config.quantization} is asked for, but {config.model} is {spec.quantization}"
         )
-
-
-def gpu_name() -> str:
-    """The first NVIDIA device, or an empty text where there is none or its driver does not answer."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ""
-    try:
-        if pynvml.nvmlDeviceGetCount() == 0:
-            return ""
-        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
-    except pynvml.NVMLError:
-        return ""
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 @contextlib.contextmanager

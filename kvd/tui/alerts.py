@@ -34,7 +34,7 @@ class Alert:
 
 def memory_setting(info: EngineInfo) -> str:
     """The setting that gives this engine's KV pool more memory."""
-    return "gpu_memory_utilization" if info.device.startswith(("cuda", "gpu")) else "cpu_memory_utilization"
+    return info.budget.setting
 
 
 def choose_alert(view: View | None, link: Link) -> Alert:

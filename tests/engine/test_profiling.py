@@ -35,6 +35,15 @@ def test_the_largest_step_fills_every_limit_and_breaks_none(
     assert all(len(item.block_tables) == 2 for item in plan.items)
 
 
+def test_a_deep_step_stands_at_the_end_of_the_context_over_a_small_pool() -> None:
+    plan = largest_step(max_tokens=64, max_seqs=4, max_model_len=4096, num_blocks=8, num_groups=2, is_deep=True)
+    assert (plan.num_tokens, len(plan.items)) == (64, 4)
+    for item in plan.items:
+        assert item.start + item.num_tokens == 4095
+        assert len(item.block_tables[0]) == len(item.first_positions[0]) == 256
+        assert set(item.block_tables[1]) == set(range(8))
+
+
 def test_a_measurement_is_remembered_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home that cannot be written to (a read-only mount, a full disk) costs a measurement per start and no more."""
     num_measured = 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvd.cache.sizing import GIB, activation_bytes, concurrency_table, size_pool
-from kvd.engine.build import prepared_weight_bytes
+from kvd.engine.memory_budget import prepared_weight_bytes
 from kvd.errors import NotEnoughMemory
 from kvd.model.decoder import Decoder
 from kvd.model.loading import load_weights, read_spec, resolve_model
