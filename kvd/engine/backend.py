@@ -42,7 +42,7 @@ def open_ops(config: Config, checkpoint_dtype: str | None, log: Log) -> Ops:
     from kvd_kernels.triton.start import TritonUnavailable, create_triton_ops
 
     try:
-        ops = create_triton_ops(_activation_dtype(config.dtype, checkpoint_dtype))
+        ops = create_triton_ops(_activation_dtype(config.dtype, checkpoint_dtype), config.home_path / "kernels")
     except TritonUnavailable as reason:
         if asked:
             raise StartupError(f"{asked}: {reason}") from None

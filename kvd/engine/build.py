@@ -123,11 +123,12 @@ def wire_engine(
             trial = allocate_cache(kv_format, num_blocks, ops.device)
             for pool in trial.pools:
                 pool.zero_()
-            return make_runner(trial, None, None), num_blocks * kv_format.block_bytes
+            runner = make_runner(trial, None, None)
+            profiling.prepare(runner, "Compiling and profiling steps", progress)
+            return runner, num_blocks * kv_format.block_bytes
 
-        with progress.task("Profiling the largest step", 1, "step") as task:
+        with exhaustion_told(ops.memory, "profiling the largest step", demand):
             scratch_bytes = profiling.measure_device_bytes(ops.memory, make_trial, limits=step_limits)
-            task.advance(1)
         demand = replace(demand, scratch_bytes=scratch_bytes)
         plan = plan_memory(config, demand, room)
     pool = plan.pool
@@ -138,6 +139,7 @@ def wire_engine(
         cache = allocate_cache(kv_format, pool.num_blocks, ops.device)
         tiers = open_tiers(config, kv_format, tier_sizes, ops, wake=lambda: wake_all(engines), log=log)
         runner = make_runner(cache, tiers.arena, observer)
+        profiling.prepare(runner, "Recording steps", progress)
     step_bytes = plan.step_bytes
     if ops.memory is None:
         step = profiling.largest_step(**step_limits, num_blocks=pool.num_blocks)

@@ -23,6 +23,7 @@ from kvd.core import BLOCK_SIZE, PlanItem, Request, SamplingParams, StepPlan
 from kvd.engine import host_memory
 from kvd.engine.runner import Runner
 from kvd.errors import NotEnoughMemory
+from kvd.model.progress import Progress, Task
 from kvd_kernels.ops import DeviceMemory
 
 
@@ -78,6 +79,23 @@ def measure_scratch_bytes(runner: Runner, plan: StepPlan) -> int:
     before = host_memory.resident_bytes()
     _run(runner, plan)
     return max(0, host_memory.peak_bytes() - before) if can_measure else 0
+
+
+def prepare(runner: Runner, label: str, progress: Progress) -> None:
+    """What the first steps would take long for, with a progress bar where there is something to do."""
+    with contextlib.ExitStack() as stack:
+        tasks: list[Task] = []
+        seen = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal seen
+            if not tasks and done < total:
+                tasks.append(stack.enter_context(progress.task(label, total, "sizes")))
+            if tasks:
+                tasks[0].advance(done - seen)
+            seen = done
+
+        runner.prepare(report)
 
 
 def measure_device_bytes(

@@ -74,6 +74,10 @@ class Runner:
         self._draw_seed = draw_seed
         self._observer = observer
 
+    def prepare(self, report: Callable[[int, int], None]) -> None:
+        """See `StepProgram.prepare`."""
+        self._program.prepare(report)
+
     @property
     def steps_ahead(self) -> int:
         """How many steps more may be launched before one is landed."""

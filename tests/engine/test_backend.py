@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +86,8 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """Make the GPU's backend start; the dtypes that it is asked for."""
     asked: list[torch.dtype] = []
 
-    def create(activation_dtype: torch.dtype) -> Ops:
+    def create(activation_dtype: torch.dtype, kernel_folder: Path) -> Ops:
+        assert kernel_folder == Config().home_path / "kernels"
         asked.append(activation_dtype)
         ops = create_ops("reference-a16")
         ops.notices = ("the card is unknown",)
@@ -96,7 +98,7 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(activation_dtype: torch.dtype) -> Ops:
+    def refuse(activation_dtype: torch.dtype, kernel_folder: Path) -> Ops:
         raise TritonUnavailable("no C compiler: apt-get install gcc")
 
     monkeypatch.setattr("kvd_kernels.triton.start.create_triton_ops", refuse)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -42,6 +46,37 @@ def test_a_deep_step_stands_at_the_end_of_the_context_over_a_small_pool() -> Non
         assert item.start + item.num_tokens == 4095
         assert len(item.block_tables[0]) == len(item.first_positions[0]) == 256
         assert set(item.block_tables[1]) == set(range(8))
+
+
+class Bars:
+    """A Progress that remembers (label, total, units advanced) of every task."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[Any]] = []
+
+    @contextmanager
+    def task(self, label: str, total: int | None, unit: str) -> Iterator[Any]:
+        bar = [label, total, 0]
+        self.shown.append(bar)
+
+        def advance(amount: int) -> None:
+            bar[2] += amount
+
+        yield SimpleNamespace(advance=advance)
+
+
+@pytest.mark.parametrize(
+    ("reports", "shown"),
+    [([(1, 1)], []), ([(0, 3), (1, 3), (2, 3), (3, 3)], [["Compiling", 3, 3]])],
+)
+def test_preparation_has_a_bar_where_it_does_something(reports: list[tuple[int, int]], shown: list[list[Any]]) -> None:
+    def prepare(report: Callable[[int, int], None]) -> None:
+        for done, total in reports:
+            report(done, total)
+
+    bars = Bars()
+    profiling.prepare(SimpleNamespace(prepare=prepare), "Compiling", bars)  # type: ignore[arg-type]
+    assert bars.shown == shown
 
 
 def test_a_measurement_is_remembered_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
