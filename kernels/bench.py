@@ -1,6 +1,9 @@
 """Checks and times the native CPU ops, one by one and as the step of a model, against limits measured in the same run.
 
-    python -m kvd_kernels.bench [--threads N] [--level L] [--only linear,attention,...] [--seconds S] [--json FILE]
+    python -m kvd_kernels.bench [--threads N] [--level L] [--only small,attention,...] [--seconds S] [--json FILE]
+    python -m kvd_kernels.bench --device cuda [--dtype bf16] [--tune] [--only linear,attention,...]
+
+The first form is about the CPU; for the second see `bench_cuda` and `bench_tune`.
 
 Every op is compared with the reference on small inputs before anything is timed; a difference ends the run. Limits:
 reading a buffer of the same size (best of five), and integer dot products that never leave the registers. Numbers are
@@ -20,39 +23,19 @@ from pathlib import Path
 
 import torch
 
+from kvd_kernels.bench_inputs import GIGA, LARGE, SMALL, Shape, attention_inputs, int8, layer_linears
 from kvd_kernels.cpu.library import NativeUnavailable, available_threads
 from kvd_kernels.cpu.ops import CpuOps
 from kvd_kernels.cpu.program import NativeBatch, Stage, as_array, fuse
 from kvd_kernels.cpu.self_check import failing_op
 from kvd_kernels.cpu.structs import Kernel, MeasureArgs
-from kvd_kernels.kv_format import BLOCK_TOKENS, KVFormat, LayerFormat, build_kv_format
-from kvd_kernels.ops import AttentionSpec, Batch, GroupTables, KVCache, RopeTable
+from kvd_kernels.kv_format import BLOCK_TOKENS
+from kvd_kernels.ops import Batch
 from kvd_kernels.reference import ReferenceOps
-from kvd_kernels.weights import Int4Weight, Int8Weight, Linear
+from kvd_kernels.weights import Linear
 
-GIGA = 1e9
 PIECE = 64 << 10
 MAX_THREADS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The widths of a decoder. head_group: int8 head in groups of so many channels; 0: no head is timed."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    group: int
-    vocab: int
-    head_group: int
-
-
-SMALL = Shape("135M, groups of 32", 576, 1536, 9, 3, 64, 30, 32, 49152, 32)
-LARGE = Shape("1.9 GB of 4-bit weights, groups of 128", 4096, 14336, 32, 8, 128, 16, 128, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,32 +127,6 @@ def _seconds_of(run: Callable[[], None]) -> float:
     return time.perf_counter() - begun
 
 
-# --------------------------------------------------------------------------- inputs
-
-
-def int4(num_outputs: int, num_inputs: int, group: int) -> Int4Weight:
-    shape = (num_outputs, num_inputs // group)
-    codes = torch.randint(0, 256, (num_outputs, num_inputs // 2), dtype=torch.uint8)
-    scales = (torch.rand(shape) * 0.02 + 0.005).half()
-    return Int4Weight(codes, scales, -8 * scales, group)
-
-
-def int8(num_outputs: int, num_inputs: int, group: int) -> Int8Weight:
-    codes = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
-    return Int8Weight(codes, (torch.rand(num_outputs, num_inputs // group) * 0.01).half(), group)
-
-
-def layer_linears(shape: Shape) -> dict[str, Linear]:
-    """The four linears of one block."""
-    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return {
-        "qkv": Linear((int4(qkv, shape.hidden, shape.group),)),
-        "output": Linear((int4(shape.hidden, shape.heads * shape.head_dim, shape.group),)),
-        "gate_up": Linear((int4(2 * shape.intermediate, shape.hidden, shape.group),)),
-        "down": Linear((int4(shape.hidden, shape.intermediate, shape.group),)),
-    }
-
-
 # --------------------------------------------------------------------------- what is timed
 
 
@@ -226,40 +183,15 @@ def bench_linear(bench: Bench, shape: Shape, rows: tuple[int, ...]) -> list[Resu
     return results
 
 
-def _cache(shape: Shape, num_blocks: int) -> tuple[KVFormat, KVCache]:
-    layer = LayerFormat(shape.kv_heads, shape.head_dim, "int8", "int8", rotated=True)
-    kv_format = build_kv_format([(0, layer)])
-    pool = torch.randint(0, 256, (num_blocks, kv_format.block_bytes), dtype=torch.uint8)
-    for offset in (layer.k_scale_offset, layer.v_scale_offset):  # scales that are numbers
-        pool[:, offset : offset + layer.k_scale_bytes].view(torch.float16).fill_(0.01)
-    return kv_format, KVCache(kv_format, (pool,))
-
-
 def bench_attention(bench: Bench, shape: Shape, num_seqs: int, context: int, num_new: int) -> Result:
     """One layer: the last num_new tokens of num_seqs sequences over `context` tokens each."""
-    per_seq = -(-context // BLOCK_TOKENS)
-    kv_format, cache = _cache(shape, num_seqs * per_seq)
-    tables = torch.randperm(num_seqs * per_seq).int().view(num_seqs, per_seq)
-    first = (torch.arange(per_seq, dtype=torch.int32) * BLOCK_TOKENS).expand(num_seqs, per_seq).contiguous()
-    positions = torch.arange(context - num_new, context, dtype=torch.int32).repeat(num_seqs)
-    total = num_seqs * num_new
-    groups = GroupTables(
-        tables, first, torch.full((num_seqs,), context, dtype=torch.int32), torch.zeros(total, dtype=torch.int64)
-    )
-    batch = Batch(
-        torch.zeros(total, dtype=torch.int64), positions,
-        torch.arange(0, total + 1, num_new, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int64), (groups,),
-        total, num_seqs, num_seqs,
-    )  # fmt: skip
-    angles = torch.rand(context, shape.head_dim // 2)
-    rope = RopeTable(angles.cos(), angles.sin())
-    group = kv_format.groups[0]
-    spec = AttentionSpec(0, group, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
+    inputs = attention_inputs(shape, num_seqs, context, num_new)
+    batch, cache, spec = inputs.batch, inputs.cache, inputs.spec
     width = shape.heads * shape.head_dim
-    q, out = torch.randn(total, width), torch.zeros(total, width)
-    seconds = bench.time(bench.replay(lambda: bench.ops.attend(batch, q, rope, cache, spec, out), batch))
+    q, out = torch.randn(num_seqs * num_new, width), torch.zeros(num_seqs * num_new, width)
+    seconds = bench.time(bench.replay(lambda: bench.ops.attend(batch, q, inputs.rope, cache, spec, out), batch))
     seen = num_new * context - num_new * (num_new - 1) // 2  # slots that the queries of a sequence see together
-    num_bytes = num_seqs * context * kv_format.block_bytes // BLOCK_TOKENS
+    num_bytes = num_seqs * context * cache.format.block_bytes // BLOCK_TOKENS
     num_ops = 4 * num_seqs * seen * width  # a multiplication and an addition, for scores and for values
     name = f"attention, {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
     return bench.result(f"{name}, {num_seqs} × {num_new} tokens at {context}", seconds, num_bytes, num_ops)
@@ -288,30 +220,51 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+PARTS = {"cpu": ("small", "large", "attention"), "cuda": ("linear", "attention", "rows", "sampling")}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; `only` as a list. Ends the process where something is wrong with it."""
     parser = argparse.ArgumentParser(prog="python -m kvd_kernels.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=available_threads(), help="threads that compute")
-    parser.add_argument("--level", help="ISA level; the best one otherwise")
-    parser.add_argument("--only", default="small,large,attention", help="of small, large, attention")
+    parser.add_argument("--device", choices=sorted(PARTS), default="cpu", help="whose ops are timed")
+    parser.add_argument("--threads", type=int, default=available_threads(), help="threads that compute (CPU)")
+    parser.add_argument("--level", help="ISA level; the best one otherwise (CPU)")
+    parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16", help="of activations (GPU)")
+    parser.add_argument("--tune", action="store_true", help="measure launch configurations, keep the best ones (GPU)")
+    parser.add_argument("--only", help="; ".join(f"{device}: of {', '.join(parts)}" for device, parts in PARTS.items()))
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each measurement")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     arguments = parser.parse_args()
-    wanted = arguments.only.split(",")
-    if unknown := set(wanted) - {"small", "large", "attention"}:
-        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of small, large, attention")
+    parts = PARTS[arguments.device]
+    arguments.only = arguments.only.split(",") if arguments.only else list(parts)
+    if unknown := set(arguments.only) - set(parts):
+        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(parts)}")
     if not 1 <= arguments.threads <= MAX_THREADS:
         parser.error(f"--threads: expected 1 to {MAX_THREADS}")
     if not 0 < arguments.seconds <= 60:
         parser.error("--seconds: expected more than 0 and at most 60")
-    try:
-        bench = Bench(arguments.threads, arguments.level, arguments.seconds)
-    except NativeUnavailable as reason:
-        sys.exit(f"kvd: {reason}")
+    if arguments.tune and arguments.device != "cuda":
+        parser.error("--tune: only with --device cuda")
     if arguments.json is not None:
         try:
             arguments.json.touch()  # before the minutes of timing
         except OSError as error:
             parser.error(f"--json {arguments.json}: {error.strerror}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.device == "cuda":
+        from kvd_kernels import bench_cuda
+
+        bench_cuda.run(arguments)
+        return
+    wanted = arguments.only
+    try:
+        bench = Bench(arguments.threads, arguments.level, arguments.seconds)
+    except NativeUnavailable as reason:
+        sys.exit(f"kvd: {reason}")
     check(bench)
     print(f"{bench.ops.label}; dot products in registers {bench.dot_peak / GIGA:.0f} GOP/s")
     results: list[Result] = []

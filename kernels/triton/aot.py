@@ -30,7 +30,7 @@ from kvd_kernels.triton import sass
 from kvd_kernels.triton.cards import ARCHITECTURES, KNOWN_CARDS, SHARED_BYTES
 from kvd_kernels.triton.variants import ACTIVATION_TYPES, Budget, Variant
 
-MODULES = ("linear", "attention", "rows", "kv_writes", "sampling")
+MODULES = ("linear", "attention", "rows", "kv_writes", "sampling", "token_kernels")
 """Those with a function `variants(card, dtype)`; a name with a dot is a module outside this package."""
 THREADS_PER_WARP = 32
 RESERVED_SHARED_BYTES = {80: 0, 86: 0, 89: 0, 90: 1024, 120: 1024}
@@ -290,7 +290,8 @@ def run(
             for process in workers:
                 process.kill()
                 process.wait()
-        return [_outcome(entry) for output in outputs for entry in json.loads(output.read_text())]
+        outcomes = [_outcome(entry) for output in outputs for entry in json.loads(output.read_text())]
+    return sorted(outcomes, key=lambda outcome: (outcome.module, outcome.architecture, outcome.name))
 
 
 def _outcome(entry: dict[str, Any]) -> Outcome:
