@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from kvd.device_facts import DeviceFacts
+
 BLOCK_SIZE = 16
 """Tokens per KV block, for every model and backend."""
 
@@ -343,6 +345,7 @@ class Snapshot:
     step_budget: int = 0  # tokens that the latest step was allowed
     histograms: dict[str, Histogram] = field(default_factory=dict)
     requests: tuple[RequestView, ...] = ()
+    device: DeviceFacts | None = None  # None: the host computes, or nothing is known yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvd.cache.store import Arena, allocate_cache
 from kvd.config import Config
 from kvd.config_check import FP8_NEEDS_GPU
 from kvd.core import BLOCK_SIZE, EngineInfo, MemoryBudget
+from kvd.device_facts import DeviceFacts
 from kvd.engine import host_memory, profiling
 from kvd.engine.backend import checkpoint_dtype, open_ops
 from kvd.engine.build_tiers import open_tiers, size_tiers
@@ -44,6 +45,7 @@ from kvd.scheduler.scheduler import Rates, Scheduler, SchedulerConfig
 from kvd_kernels.ops import KVCache, Ops
 
 AUTO_MAX_NUM_SEQS = 32
+WatchDevice = Callable[[str], Callable[[], DeviceFacts | None]]
 
 
 def build_engine(
@@ -56,15 +58,17 @@ def build_engine(
     log: Callable[[str, str], None],
     observer: RunnerObserver | None = None,
     rates: Rates | None = None,
+    watch: WatchDevice | None = None,
 ) -> Engine:
     """Load and wire everything; the engine still has to be started.
 
-    log: receives (level, message). rates: to be used in place of measured ones. Raises StartupError and its children.
+    log: receives (level, message). rates: to be used in place of measured ones. watch: called with the id of a device;
+    gives what reads the latest facts about it. Raises StartupError and its children.
     """
     ops = open_ops(config, checkpoint_dtype(files.config), log)
     return wire_engine(
         config, spec, lambda: load_weights(files, spec, progress=progress), ops,
-        home=home, progress=progress, log=log, observer=observer, rates=rates,
+        home=home, progress=progress, log=log, observer=observer, rates=rates, watch=watch,
     )  # fmt: skip
 
 
@@ -79,6 +83,7 @@ def wire_engine(
     log: Callable[[str, str], None],
     observer: RunnerObserver | None = None,
     rates: Rates | None = None,
+    watch: WatchDevice | None = None,
 ) -> Engine:
     """`build_engine` behind the choice of a backend. load: delivers the weights, which nobody else should keep."""
     limits = Limits(
@@ -204,7 +209,10 @@ def wire_engine(
         rates,
     )
     sessions = Sessions(config.home_path / "sessions", manager, cache)
-    engine = Engine(info, scheduler, runner, log=log, sessions=sessions, disk=tiers.disk)
+    device_facts = watch(ops.device_id) if watch is not None and ops.device_id else lambda: None
+    engine = Engine(
+        info, scheduler, runner, log=log, sessions=sessions, disk=tiers.disk, device_facts=device_facts
+    )  # fmt: skip
     engines.append(engine)
     return engine
 

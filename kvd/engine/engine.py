@@ -17,16 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from kvd.core import (
-    EngineInfo,
-    FinishReason,
-    PrefixView,
-    Request,
-    RequestView,
-    SessionInfo,
-    Snapshot,
-    TokenEvent,
-)
+from kvd.core import EngineInfo, FinishReason, PrefixView, Request, RequestView, SessionInfo, Snapshot, TokenEvent
+from kvd.device_facts import DeviceFacts
 from kvd.engine.disk_link import DiskLink
 from kvd.engine.runner import Runner
 from kvd.engine.sessions import Sessions
@@ -47,6 +39,7 @@ class Engine:
     """Runs requests; implements `core.SnapshotSource` and `core.Control`.
 
     log: receives (level, message) lines, from either thread. disk: the tier that is closed when the engine thread ends.
+    device_facts: the latest, at once.
     """
 
     def __init__(
@@ -58,9 +51,11 @@ class Engine:
         log: Callable[[str, str], None],
         sessions: Sessions | None = None,
         disk: DiskLink | None = None,
+        device_facts: Callable[[], DeviceFacts | None] = lambda: None,
         wedged_after_seconds: float = WEDGED_AFTER_SECONDS,
     ) -> None:
         self.info = info
+        self._device_facts = device_facts
         self._sessions = sessions
         self._disk = disk
         self._scheduler = scheduler
@@ -309,7 +304,9 @@ class Engine:
             requests = ()
         # An idle engine publishes nothing, but it ages, and it may be told to stop.
         uptime = time.monotonic() - self._started
-        return replace(self._snapshot, state=self._state, uptime_seconds=uptime, requests=requests)
+        return replace(
+            self._snapshot, state=self._state, uptime_seconds=uptime, requests=requests, device=self._device_facts()
+        )
 
     async def abort(self, request_id: str) -> bool:
         """End a request on an operator's behalf; False when there is none of that id."""

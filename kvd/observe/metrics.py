@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from kvd.core import BLOCK_SIZE, Counters, Histogram, Snapshot
+from kvd.device_facts import DeviceFacts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HIT_RATE_WINDOW_SECONDS = 60.0
@@ -148,7 +149,38 @@ def _kvd_families(snapshot: Snapshot, hit_rate: float) -> Iterator[Metric]:
         ("uptime_seconds", "Seconds since the engine started.", snapshot.uptime_seconds),
     )
     yield from _families(GaugeMetricFamily, "kvd", rows, names, values)
+    if snapshot.device is not None:
+        yield from _device_families(snapshot.device, names, values)
     yield from _kvd_counters(snapshot.counters, names, values)
+
+
+def _device_families(facts: DeviceFacts, names: list[str], values: list[str]) -> Iterator[Metric]:
+    """What the driver tells; what it does not tell has no sample."""
+    rows = (
+        ("device_utilization", "Share of the last period in which a kernel ran, 0 to 1.", facts.utilization),
+        ("device_memory_total_bytes", "The device's memory.", facts.memory_total_bytes),
+        ("device_memory_used_bytes", "Of it, what all processes hold.", facts.memory_used_bytes),
+        ("device_memory_own_bytes", "Of it, what kvd holds.", facts.memory_own_bytes),
+        ("device_power_watts", "What the device draws.", facts.power_watts),
+        ("device_power_limit_watts", "What it may draw.", facts.power_limit_watts),
+        ("device_temperature_celsius", "Its temperature.", facts.temperature_celsius),
+        ("device_sm_clock_hertz", "Clock of its multiprocessors.", _hertz(facts.sm_clock_mhz)),
+        ("device_memory_clock_hertz", "Clock of its memory.", _hertz(facts.memory_clock_mhz)),
+    )
+    known = [(name, text, float(value)) for name, text, value in rows if value is not None]
+    yield from _families(GaugeMetricFamily, "kvd", known, names, values)
+    if facts.throttle_reasons is not None:
+        family = GaugeMetricFamily(
+            "kvd:device_throttled", "1 for each reason why the clocks are lower than they could be.",
+            labels=[*names, "reason"],
+        )  # fmt: skip
+        for reason in facts.throttle_reasons:
+            family.add_metric([*values, reason], 1)
+        yield family
+
+
+def _hertz(megahertz: float | None) -> float | None:
+    return None if megahertz is None else megahertz * 1e6
 
 
 def _kvd_counters(counters: Counters, names: list[str], values: list[str]) -> Iterator[Metric]:

@@ -104,6 +104,7 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
     _check_quantization(config, spec)
 
     from kvd.engine.build import build_engine
+    from kvd.observe.nvml import DeviceWatch
     from kvd.text.text_model import TextModel
 
     text = TextModel(
@@ -123,6 +124,7 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
             home=home,
             progress=progress,
             log=lambda level, message: engine_log.log(levels[level], "%s", message),
+            watch=lambda device_id: DeviceWatch(device_id).latest,
         )
     except FloatingPointError as error:
         raise CheckpointError(f"{config.model}: the weights drive a first step beyond float32: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.tui.charts import area, nice_top
+from kvd.tui.device import device_line
 from kvd.tui.format import NOTHING, duration, rate, short_count
 from kvd.tui.palette import gradient
 from kvd.tui.panel import Panel, Span, Spans, crop
@@ -11,13 +12,15 @@ from kvd.tui.view import Latency, Link, View
 
 _MIN_HEIGHT_WITH_GRAPHS = 9
 _MIN_WIDTH_SIDE_BY_SIDE = 64
+_TITLE_MARGIN = 4  # corners and blanks that Textual puts beside a title
 
 
 class ThroughputPanel(Panel):
-    """Five lines where room is scarce; graphs above three lines where it is not."""
+    """Five lines where room is scarce; graphs above three lines where it is not. The lower border is the device's."""
 
     def titles(self, view: View | None, link: Link) -> tuple[str, str]:
-        return "Throughput", ""
+        facts = None if view is None else view.snapshot.device
+        return "Throughput", device_line(facts, self.size.width - _TITLE_MARGIN)
 
     def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:
         if view is None:

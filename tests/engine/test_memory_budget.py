@@ -13,6 +13,7 @@ import torch
 from kvd.cache.sizing import GIB
 from kvd.config import Config
 from kvd.core import StepPlan
+from kvd.device_facts import DeviceFacts
 from kvd.engine import build, memory_budget
 from kvd.engine.build import build_engine
 from kvd.engine.build_tiers import TierSizes
@@ -272,6 +273,30 @@ def test_no_exhaustion_is_a_traceback(
     monkeypatch.setattr(build, name, exhausted)
     with pytest.raises(NotEnoughMemory, match=rf"^the memory ran out while {doing} \(kvd holds 0\.00 GiB, 1\.00 GiB"):
         start(FakeMemory(GIB))
+
+
+@pytest.mark.parametrize("device_id", ["", "f1d2d2f9"])
+async def test_facts_about_the_device_reach_the_snapshot(
+    device_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_llama(tmp_path / "model")
+    files = resolve_model(str(path), home=tmp_path / "home", revision=None, progress=QuietProgress())
+    ops = with_memory(None)
+    ops.device_id = device_id
+    monkeypatch.setattr(build, "open_ops", lambda config, dtype, log: ops)
+    watched: list[str] = []
+
+    def watch(name: str) -> Callable[[], DeviceFacts]:
+        watched.append(name)
+        return lambda: DeviceFacts("card")
+
+    engine = build_engine(
+        Config(model=str(path), num_gpu_blocks_override=8, max_num_seqs=4, max_num_batched_tokens=16),
+        files, read_spec(files), home=tmp_path / "home", progress=QuietProgress(), log=lambda level, line: None,
+        watch=watch,
+    )  # fmt: skip
+    assert watched == ([device_id] if device_id else [])
+    assert (await engine.snapshot()).device == (DeviceFacts("card") if device_id else None)
 
 
 def test_a_smaller_scratch_is_assumed_for_a_smaller_step() -> None:

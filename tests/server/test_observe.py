@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core import Counters, Histogram, LogEvent, Snapshot
+from kvd.device_facts import DeviceFacts
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.observe.event_log import EventLog
 from kvd.observe.metrics import HitRateWindow, MetricsExporter
@@ -85,7 +86,8 @@ async def test_every_number_of_engine_and_counters_is_exported(text_model: TextM
 
 
 async def test_the_document_lists_exactly_the_series_that_there_are(text_model: TextModel) -> None:
-    text = MetricsExporter().render(await FakeEngine(text_model).snapshot()).decode()
+    facts = DeviceFacts("card", 0.5, 1, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, ("heat",))
+    text = MetricsExporter().render(replace(await FakeEngine(text_model).snapshot(), device=facts)).decode()
     exported = set()
     for line in text.splitlines():
         if line.startswith("# TYPE"):
@@ -147,7 +149,7 @@ async def test_snapshot_round_trip(text_model: TextModel) -> None:
     engine.observe("e2e_request_latency_seconds", 0.1, 5.0, 1e9)
     snapshot = await engine.snapshot(details=True)
     data = encode_snapshot(snapshot)
-    assert b"null" not in data.replace(b'"ttft_seconds":null', b"")
+    assert b"null" not in data.replace(b'"ttft_seconds":null', b"").replace(b'"device":null', b"")
     assert decode_snapshot(data) == snapshot
     newer = msgspec.json.encode({**msgspec.json.decode(data), "added_later": {"x": 1}})
     assert decode_snapshot(newer) == snapshot

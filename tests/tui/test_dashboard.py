@@ -14,6 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from kvd.core import Counters, Snapshot, StepMix
+from kvd.device_facts import DeviceFacts
 from kvd.tui.app import Dashboard, Outcome
 from kvd.tui.question import Question
 from kvd.tui.view import View
@@ -43,6 +44,9 @@ def busy(num_running: int = 16, num_waiting: int = 12) -> Snapshot:
         last_step=StepMix(16, 48, 16, 0.022),
         histograms=HISTOGRAMS,
     )
+
+
+FACTS = DeviceFacts("card", 0.87, 24 << 30, 21 << 30, None, 312.0, None, 71.0, 1695.0, 9501.0, ())
 
 
 class Screen:
@@ -137,6 +141,18 @@ async def test_a_busy_engine_shows_everything_essential(size: tuple[int, int]) -
         heading = next(line for line in screen.lines if "client" in line)
         for column in ("id", "client", "api", "state", "hit", "output", "tok/s", "TTFT", "blks", "pre", "age"):
             assert column in heading, column
+        assert all(len(line) <= size[0] for line in screen.lines)
+
+
+@SIZES
+async def test_the_device_has_a_line_where_there_is_one(size: tuple[int, int]) -> None:
+    async with running(busy(), size=size) as screen:
+        assert "GPU" not in screen.text
+        screen.source.current = replace(busy(), device=FACTS)
+        await screen.refresh()
+        (line,) = [line for line in screen.lines if "GPU 87%" in line]
+        assert "21 GiB of 24 GiB" in line
+        assert ("312/n/a W" in line) == (size[0] > 100)
         assert all(len(line) <= size[0] for line in screen.lines)
 
 

@@ -106,7 +106,7 @@ def test_full_pool_names_the_settings_and_the_number_waiting() -> None:
         "error",
         "KV pool full: 12 waiting; raise cpu_memory_utilization or lower max_model_len",
     )
-    on_gpu = replace(FULL, info=replace(INFO, device="cuda:0"))
+    on_gpu = replace(FULL, info=replace(INFO, budget=replace(INFO.budget, setting="gpu_memory_utilization")))
     assert "gpu_memory_utilization" in alert_of(on_gpu)[1]
 
 
