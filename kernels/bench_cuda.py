@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -123,13 +123,15 @@ class CudaMeter:
 
     @staticmethod
     def _elapsed(run: Run, repeats: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(repeats):
             run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ def attention_runs(
         for _ in range(bench.meter.copies(num_bytes))
     ]
 
-    runs = [partial(bench.ops.attend, i.batch, q, i.rope, i.cache, i.spec, out) for i in copies]
+    runs: list[Run] = [partial(bench.ops.attend, i.batch, q, i.rope, i.cache, i.spec, out) for i in copies]
     return runs, num_bytes
 
 
