@@ -6,7 +6,7 @@ interpreter and `reference/quantize.py` agree in every bit (where multiplication
 
 The 8-bit floats never appear as a Triton type: there is none for e4m3 below sm_89.
 """
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-redef"
 
 from __future__ import annotations
 
