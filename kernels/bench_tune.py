@@ -54,30 +54,34 @@ def work(bench: Bench, plan: Plan, wanted: Sequence[str]) -> Iterator[tuple[str,
 
 
 class Ballot:
-    """Times of the candidates of every key, over all calls that asked for it: one class of shapes, one choice."""
+    """Times of the candidates of every key, over all calls that asked for it: one class of shapes, one choice.
+
+    Times count relative to the table's own choice for the same call, which may differ from call to call.
+    """
 
     def __init__(self) -> None:
-        self.candidates: dict[str, tuple[Any, ...]] = {}
-        self._ratios: dict[str, list[list[float]]] = {}
+        self._ratios: dict[str, dict[Any, list[float]]] = {}
 
-    def add(self, key: str, candidates: tuple[Any, ...], seconds: Sequence[float]) -> None:
-        """seconds: of one call, by candidate. They count relative to the table's own choice, the first."""
-        self.candidates[key] = candidates
-        self._ratios.setdefault(key, []).append([one / seconds[0] for one in seconds])
+    @property
+    def keys(self) -> list[str]:
+        return sorted(self._ratios)
 
-    def ratios(self, key: str) -> list[float]:
-        """Mean time by candidate; 1 is the table's own choice."""
-        rows = self._ratios[key]
-        return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    def add(self, key: str, candidates: Sequence[Any], seconds: Sequence[float]) -> None:
+        """seconds: of one call, by candidate; the first candidate is the table's own choice."""
+        ratios = self._ratios.setdefault(key, {})
+        for candidate, taken in zip(candidates, seconds, strict=True):
+            ratios.setdefault(candidate, []).append(taken / seconds[0])
 
-    def choices(self) -> dict[str, dict[str, Any]]:
-        """The fields of the fastest candidate by key."""
-        chosen = {}
-        for key, candidates in self.candidates.items():
-            ratios = self.ratios(key)
-            best = min(range(len(ratios)), key=lambda place: ratios[place])
-            chosen[key] = tuning.fields_of(candidates[best if ratios[best] < 1 - MARGIN else 0])
-        return chosen
+    def best(self, key: str) -> tuple[Any, float] | None:
+        """The candidate that beats the table's own choices, and its mean share of their time; None where none does.
+
+        Only what was a candidate at every call.
+        """
+        ratios = self._ratios[key]
+        calls = max(map(len, ratios.values()))
+        means = {candidate: sum(row) / calls for candidate, row in ratios.items() if len(row) == calls}
+        found = min(means, key=lambda candidate: means[candidate])
+        return (found, means[found]) if means[found] < 1 - MARGIN else None
 
 
 def time_candidates(ops: Tunable, meter: Meter, runs: Sequence[Run], ballot: Ballot) -> None:
@@ -105,13 +109,16 @@ def run(bench: Bench, ops: Tunable, plan: Plan, wanted: Sequence[str]) -> None:
     for name, runs in work(bench, plan, wanted):
         print(f"tuning: {name}", file=sys.stderr)
         time_candidates(ops, bench.meter, runs, ballot)
-    chosen = ballot.choices()
-    for key, fields in chosen.items():
-        ratios = ballot.ratios(key)
-        ours = [tuning.fields_of(candidate) for candidate in ballot.candidates[key]].index(fields)
-        words = ", ".join(f"{field} {value}" for field, value in fields.items())
-        print(f"{key}: {words}; {ratios[ours]:.2f} of the table's time, the slowest {max(ratios):.2f}")
-    tuned = Tuned({**before.choices, **chosen})
+    choices = {key: fields for key, fields in before.choices.items() if key not in ballot.keys}
+    for key in ballot.keys:
+        best = ballot.best(key)
+        if best is None:
+            print(f"{key}: the table's own choice")
+            continue
+        choices[key] = tuning.fields_of(best[0])
+        words = ", ".join(f"{field} {value}" for field, value in choices[key].items())
+        print(f"{key}: {words}; {best[1]:.0%} of the time of the table's own choice")
+    tuned = Tuned(choices)
     ops.use_tuning(tuned)
     try:
         print(f"written: {tuning.save(ops.card, tuned.choices)}")

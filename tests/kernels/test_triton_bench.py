@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,39 +15,16 @@ import pytest
 import torch
 
 from kvd_kernels import bench_check, bench_cuda, bench_tune
-from kvd_kernels.bench_cuda import Bench, Plan, Run
+from kvd_kernels.bench_cuda import Bench, Plan
 from kvd_kernels.bench_tune import Ballot
 from kvd_kernels.reference.a16 import ReferenceOps16
 from kvd_kernels.triton import tuning
 from kvd_kernels.triton.cards import KNOWN_CARDS, Card
 from kvd_kernels.triton.tuning import Tuned
+from tests.kernels.meters import FakeMeter
 
 CARD = KNOWN_CARDS[0]
 PLAN = Plan(bench_check.SHAPE, (1, 3), (2,), ((2, 40),), ((5, 20),), (1, 4), (3,))
-
-
-class FakeMeter:
-    """Runs everything once; every run takes as long as `clock` says."""
-
-    def __init__(self, clock: Callable[[], float] = lambda: 1e-3) -> None:
-        self.clock = clock
-        self.num_runs = 0
-
-    def copies(self, num_bytes: int) -> int:
-        assert num_bytes > 0
-        return 2
-
-    def seconds(self, runs: Sequence[Run]) -> float:
-        for run in runs:
-            run()
-            self.num_runs += 1
-        return self.clock()
-
-    def seconds_with_launch(self, run: Run) -> float:
-        return self.seconds([run])
-
-    def copy_bandwidth(self) -> float:
-        return 1e9
 
 
 # --------------------------------------------------------------------------- the check before the timing
@@ -197,20 +174,21 @@ def test_triton_tuning_keeps_the_fastest_candidate(home: Path, capsys: pytest.Ca
     ops = Knobs()
     bench_tune.run(Bench(ops, FakeMeter(ops.seconds)), ops, PLAN, ["linear"])
     kept = tuning.load(CARD, pytest.fail)
-    # A hundredth faster is noise: the table's own choice stays.
+    # A hundredth faster, as for one row, is noise: the table's own choice stays.
     assert kept.choices == {
-        "linear M 1": {"tile": 16, "num_warps": 4},
         "linear M 2": {"tile": 32, "num_warps": 4},
         "linear M 3": {"tile": 32, "num_warps": 4},
     }
     assert ops.tuned.choices == kept.choices
     shown = capsys.readouterr().out
-    assert "linear M 3: tile 32, num_warps 4; 0.80 of the table's time, the slowest 1.00" in shown
+    assert "linear M 1: the table's own choice\n" in shown
+    assert "linear M 3: tile 32, num_warps 4; 80% of the time of the table's own choice\n" in shown
     assert f"written: {home / 'tuning' / 'a100-sxm4-80gb.json'}" in shown
-    # What another run has found for other keys stays.
-    tuning.save(CARD, {**kept.choices, "attention": {"rows": 16}})
+    # What another run has found for other keys stays; what it has found for these does not.
+    other = {"attention": {"rows": 16}}
+    tuning.save(CARD, {**other, "linear M 1": {"tile": 128, "num_warps": 4}})
     bench_tune.run(Bench(ops, FakeMeter(ops.seconds)), ops, PLAN, ["linear"])
-    assert tuning.load(CARD, pytest.fail).choices["attention"] == {"rows": 16}
+    assert tuning.load(CARD, pytest.fail).choices == {**kept.choices, **other}
 
 
 def test_triton_tuning_says_where_it_cannot_write(home: Path) -> None:
@@ -222,11 +200,13 @@ def test_triton_tuning_says_where_it_cannot_write(home: Path) -> None:
 
 def test_triton_tuning_weighs_all_shapes_of_a_class() -> None:
     ballot = Ballot()
-    candidates = (Knob(16), Knob(32), Knob(64))
-    ballot.add("class", candidates, [1.0, 0.5, 0.7])
-    ballot.add("class", candidates, [10.0, 11.0, 8.0])  # a long call has no more votes than a short one
-    assert ballot.ratios("class") == pytest.approx([1.0, 0.8, 0.75])
-    assert ballot.choices() == {"class": {"tile": 64, "num_warps": 4}}
+    ballot.add("class", [Knob(16), Knob(32), Knob(64)], [1.0, 0.5, 0.7])
+    # A long call has no more votes than a short one; the table may choose differently for it.
+    ballot.add("class", [Knob(64), Knob(16), Knob(32), Knob(128)], [10.0, 12.0, 11.0, 1.0])
+    assert ballot.best("class") == (Knob(32), pytest.approx((0.5 + 1.1) / 2))
+    ballot.add("other", [Knob(16), Knob(32)], [1.0, 0.99])
+    assert ballot.best("other") is None
+    assert ballot.keys == ["class", "other"]
 
 
 def test_triton_tuned_choice_is_always_a_candidate() -> None:
