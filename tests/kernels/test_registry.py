@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from kvd_kernels.registry import BACKENDS, create_ops
+from tests.kernels.conftest import make_ops
 
 
 def test_every_backend_says_what_it_is() -> None:
     for name in BACKENDS:
-        ops = create_ops(name)
+        ops = make_ops(name)
         assert ops.name == name
         assert ops.arithmetic in ("a8", "a16")
         assert ops.arithmetic_id.startswith(ops.arithmetic)
@@ -22,7 +23,7 @@ def test_every_backend_says_what_it_is() -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_names() -> None:
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; known are: cpu, reference, reference-a16"):
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; known are: cpu, reference, reference-a16, triton"):
         create_ops("cuda")
 
 
