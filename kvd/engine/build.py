@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from kvd import __version__
 from kvd.cache.eviction import POLICIES
 from kvd.cache.manager import CacheManager
@@ -124,16 +126,21 @@ def wire_engine(
     }  # fmt: skip
     if ops.memory is not None:
         # Graphs and scratch are gone for good before the cache is sized, so they are measured on a small cache first.
+        trial_pools: list[torch.Tensor] = []
+
         def make_trial(num_blocks: int) -> tuple[Runner, int]:
             trial = allocate_cache(kv_format, num_blocks, ops.device)
             for pool in trial.pools:
                 pool.zero_()
+            trial_pools.extend(trial.pools)
             runner = make_runner(trial, None, None)
             profiling.prepare(runner, "Compiling and profiling steps", progress)
             return runner, num_blocks * kv_format.block_bytes
 
         with exhaustion_told(ops.memory, "profiling the largest step", demand):
             scratch_bytes = profiling.measure_device_bytes(ops.memory, make_trial, limits=step_limits)
+        for pool in trial_pools:
+            pool.untyped_storage().resize_(0)  # a backend may remember the pool that it saw last
         demand = replace(demand, scratch_bytes=scratch_bytes)
         plan = plan_memory(config, demand, room)
     pool = plan.pool
