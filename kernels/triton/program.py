@@ -65,6 +65,9 @@ class TokenSampler(Protocol):
     def launch(self, logits: torch.Tensor, params: SamplingBatch) -> PendingTokens:
         """params may be filled anew when this returns."""
 
+    def warm_up(self, logits: torch.Tensor, max_rows: int) -> None:
+        """Compile and allocate for steps of up to max_rows rows."""
+
 
 class _LaunchedStep(PendingStep):
     def __init__(self, tokens: PendingTokens | None, end: Event) -> None:
@@ -136,12 +139,12 @@ class GraphProgram(StepProgram):
             report(done, total)
             self._compute(mirror.upload(self._rehearsal([num_tokens]), StepSize(num_tokens, 1, 1)))
         mirror.keep([StepSize(bucket, bucket, bucket) for bucket in captured])
+        self._sampler.warm_up(self.logits, mirror.max_seqs)
         latest: Graph | None = None
         for done, bucket in enumerate(captured, start=len(prefills)):
             report(done, total)
             mirrored = mirror.upload(self._rehearsal([1] * bucket), StepSize(bucket, bucket, bucket))
             self._compute(mirrored)  # what is compiled, loaded or allocated at first must not be so during capture
-            self._sample_for_practice(bucket)
             latest = self._device.capture(lambda mirrored=mirrored: self._compute(mirrored), latest)  # type: ignore[misc]
             self._graphs[bucket] = latest
         self._device.compute.mark().wait()
@@ -177,14 +180,6 @@ class GraphProgram(StepProgram):
             wide, narrow, ends.int(), ends[1:] - 1, (group,) * len(self._cache.pools), num_tokens, num_seqs, num_seqs,
             max_query_tokens=max(lengths), max_slots=self._mirror.max_blocks * BLOCK_TOKENS,
         )  # fmt: skip
-
-    def _sample_for_practice(self, num_rows: int) -> None:
-        params = SamplingBatch.allocate(num_rows)
-        params.num_rows = num_rows
-        for temperature in (0.0, 1.0):
-            params.temperature.fill_(temperature)
-            params.top_p.fill_(1.0)
-            self._sampler.launch(self.logits, params).result()
 
 
 def _powers_of_two(largest: int) -> list[int]:

@@ -51,6 +51,7 @@ def create_triton_ops(activation_dtype: torch.dtype = torch.float16, kernel_fold
 
     ops = TritonOps(torch.device("cuda", 0), card, activation_dtype)
     ops.device_id = str(getattr(properties, "uuid", ""))
+    ops.device_id = str(getattr(properties, "uuid", ""))
     if notice:
         ops.notices = (notice,)
     return ops

@@ -36,7 +36,7 @@ from kvd_kernels.ops import (
     Transfer,
 )
 from kvd_kernels.triton.device import Copy, Event, Graph, Stream
-from kvd_kernels.triton.program import PendingTokens, Programs
+from kvd_kernels.triton.program import PendingTokens, Programs, TokenSampler
 
 POISON = 0xA5
 UNKNOWN_TOKEN = 1 << 40
@@ -298,16 +298,22 @@ class FakeSampler:
         tokens.end = self._device.compute.mark()
         return tokens
 
+    def warm_up(self, logits: torch.Tensor, max_rows: int) -> None:
+        pass
+
 
 class QueuedOps(WrappedOps):
-    """Another backend's ops, launched on a fake device by what the GPU's programs are made of."""
+    """Another backend's ops, launched on a fake device by what the GPU's programs are made of.
+
+    sampler: None stands for one that chooses as the other backend does.
+    """
 
     steps_ahead = 1
 
-    def __init__(self, inner: Ops, device: FakeDevice) -> None:
+    def __init__(self, inner: Ops, device: FakeDevice, sampler: TokenSampler | None = None) -> None:
         super().__init__(inner)
         self.fake = device
-        self.programs = Programs(device, FakeSampler(device, inner))
+        self.programs = Programs(device, FakeSampler(device, inner) if sampler is None else sampler)
         for name in ("embed", "rms_norm", "linear", "silu_mul", "attend", "gather"):
             setattr(self, name, partial(self._queue, getattr(inner, name)))
 

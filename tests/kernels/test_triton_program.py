@@ -25,6 +25,7 @@ from kvd_kernels.triton import batch_mirror, program, transfers
 from kvd_kernels.triton.batch_mirror import BatchMirror, StepSize, _HostViews, _SourceViews
 from kvd_kernels.triton.device import HostDevice, open_device
 from kvd_kernels.triton.program import GraphProgram, Programs, buckets
+from kvd_kernels.triton.sampling import Sampler
 from kvd_kernels.triton.transfers import runs
 from tests.engine.test_batch_builder import expected_of, found_in, make_builder, simulated, with_holes
 from tests.kernels.fake_device import EAGERNESSES, Eagerness, FakeDevice, QueuedOps, Site
@@ -98,6 +99,16 @@ def test_steps_copies_and_transfers_take_effect_in_their_order(
     plans = [action.plan for action in actions if isinstance(action, Step)]
     num_decodes = sum(all(item.samples and item.num_tokens == 1 for item in plan.items) for plan in plans)
     assert 0 < device.num_replays == num_decodes < len(plans)
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESSES[:2], ids=str)
+def test_the_sampler_of_the_gpu_chooses_in_time(weights: ModelWeights, expected: Scripts, eagerness: Eagerness) -> None:
+    """Tokens that are launched, kept, looked up and read while their buffers go round."""
+    actions, wanted = expected(1)
+    device = FakeDevice(eagerness)
+    sampler = Sampler(torch.device("cpu"), device)
+    stage = Stage(weights, QueuedOps(create_ops("reference"), device, sampler), settle=device.settle)
+    assert differences(play_ahead(stage, actions), wanted) == []
 
 
 def test_the_scripts_hold_what_matters(expected: Scripts) -> None:
