@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvd_kernels.triton import tuning
 from kvd_kernels.triton.cards import ARCHITECTURES, KNOWN_CARDS, Card, architecture_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def create_triton_ops(activation_dtype: torch.dtype = torch.float16, kernel_fold
     """The backend on the first visible card, after a kernel has run on it.
 
     activation_dtype: float16 or bfloat16. kernel_folder: where compiled kernels are kept, unless the environment says
-    where. TritonUnavailable where it cannot run. Which card is the first is up to CUDA_VISIBLE_DEVICES.
+    where, and what was measured on this card. TritonUnavailable where it cannot run. Which card is the first is up to
+    CUDA_VISIBLE_DEVICES.
     """
     check_triton()
     check_compiler()
@@ -51,9 +53,9 @@ def create_triton_ops(activation_dtype: torch.dtype = torch.float16, kernel_fold
 
     ops = TritonOps(torch.device("cuda", 0), card, activation_dtype)
     ops.device_id = str(getattr(properties, "uuid", ""))
-    ops.device_id = str(getattr(properties, "uuid", ""))
-    if notice:
-        ops.notices = (notice,)
+    notices = [notice] if notice else []
+    ops.use_tuning(tuning.load(card, notices.append, kernel_folder and kernel_folder / tuning.FOLDER))
+    ops.notices = tuple(notices)
     return ops
 
 

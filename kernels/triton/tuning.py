@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 from kvd_kernels.triton.cards import Card
 
+FOLDER = "tuned"
+"""In the folder of compiled kernels."""
 Config = TypeVar("Config")
 """A frozen dataclass of numbers, strings and truth values."""
 
@@ -62,8 +64,8 @@ def fields_of(config: Any) -> dict[str, Any]:
 
 
 def default_folder() -> Path:
-    """Where kvd keeps what it makes for itself, without a configuration file."""
-    return Path(os.environ.get("KVD_HOME") or "~/.cache/kvd").expanduser() / "tuning"
+    """Where kvd looks, unless a configuration file gives it another home."""
+    return Path(os.environ.get("KVD_HOME") or "~/.cache/kvd").expanduser() / "kernels" / FOLDER
 
 
 def path_of(folder: Path, card: Card) -> Path:

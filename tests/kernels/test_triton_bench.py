@@ -183,7 +183,7 @@ def test_triton_tuning_keeps_the_fastest_candidate(home: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "linear M 1: the table's own choice\n" in shown
     assert "linear M 3: tile 32, num_warps 4; 80% of the time of the table's own choice\n" in shown
-    assert f"written: {home / 'tuning' / 'a100-sxm4-80gb.json'}" in shown
+    assert f"written: {home / 'kernels' / 'tuned' / 'a100-sxm4-80gb.json'}" in shown
     # What another run has found for other keys stays; what it has found for these does not.
     other = {"attention": {"rows": 16}}
     tuning.save(CARD, {**other, "linear M 1": {"tile": 128, "num_warps": 4}})
@@ -192,7 +192,7 @@ def test_triton_tuning_keeps_the_fastest_candidate(home: Path, capsys: pytest.Ca
 
 
 def test_triton_tuning_says_where_it_cannot_write(home: Path) -> None:
-    (home / "tuning").write_text("in the way")
+    (home / "kernels").write_text("in the way")
     ops = Knobs()
     with pytest.raises(SystemExit, match="the choices could not be kept"):
         bench_tune.run(Bench(ops, FakeMeter(ops.seconds)), ops, PLAN, ["linear"])
