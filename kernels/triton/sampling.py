@@ -36,6 +36,9 @@ MAX_VOCAB = TILE * MAX_TILES
 CAPACITY = 16384
 """Candidates of a row that are listed; where a draw may need more, the row itself is searched, more slowly."""
 
+USUAL_LOGPROBS = 20
+"""The most that the server lets a request ask for. Buffers grow where more are wanted."""
+
 _BLOCK = 2048
 _WAYS = 4
 _ADJUST_BLOCK = 512
@@ -60,9 +63,6 @@ class _Slot:
         self.host_sums = device.pinned_bytes(8 * rows).view(torch.float64)
         self.host_chosen = device.pinned_bytes(4 * rows).view(torch.float32)
         self.host_best = device.pinned_bytes(8 * rows * width).view(torch.int64)
-
-    def fits(self, rows: int, num_words: int, width: int) -> bool:
-        return self.rows >= rows and self.num_words >= num_words and self.width == width
 
 
 class _Scratch:
@@ -128,7 +128,7 @@ def _answer(step: _Step, num_logprobs: list[int]) -> SamplingResult:
     for row, wanted in enumerate(num_logprobs):
         if wanted < 0 or token_ids[row] is None:
             continue
-        listed = slice(row * slot.width, row * slot.width + min(wanted, step.vocab))
+        listed = slice(row * step.max_logprobs, row * step.max_logprobs + min(wanted, step.vocab))
         values = best_logits[listed].astype(np.float64) - sums[row]
         top = list(zip(best_ids[listed].tolist(), values.tolist(), strict=True))
         logprobs[row] = (chosen[row] - sums[row], top)
@@ -144,16 +144,26 @@ class Sampler:
     def __init__(self, device: torch.device, seam: Device | None = None) -> None:
         self.device = open_device(device)[0] if seam is None else seam
         self._free: list[_Slot] = []
+        self._largest: tuple[int, ...] = (0, 0, 0)
         self._scratch: _Scratch | None = None
         self._logprob_scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         self._saved: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
 
-    def reserve(self, max_rows: int, num_launches: int = 2) -> None:
-        """Allocate for steps of this size; buffers of logprobs and penalties come with the first of these."""
-        self._reserve_scratch(max_rows)
-        taken = [self._take(max_rows, NUMBER_WORDS * max_rows, 0) for _ in range(num_launches)]
-        self._free += taken
+    def warm_up(self, logits: torch.Tensor, max_rows: int) -> None:
+        """Compile and allocate for every kind of step of up to max_rows rows. logits: as for `launch`, of any value."""
+        params = SamplingBatch.allocate(max_rows)
+        params.num_rows, params.has_ragged, params.max_logprobs = max_rows, True, USUAL_LOGPROBS
+        params.top_p.fill_(1.0)
+        params.repetition.fill_(1.5)
+        params.num_logprobs.fill_(USUAL_LOGPROBS)
+        params.prompt_counts = [(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))] * max_rows
+        pending = []
+        for temperature in (0.0, 1.0):  # two at a time, as a caller that runs ahead has them
+            params.temperature.fill_(temperature)
+            pending.append(self.launch(logits, params))
+        for tokens in pending:
+            tokens.result()
 
     def launch(self, logits: torch.Tensor, params: SamplingBatch) -> PendingTokens:
         """Begin to choose; see the ops contract. Logits are as before when the last of these kernels is over.
@@ -168,7 +178,7 @@ class Sampler:
         max_logprobs = params.max_logprobs if rows else -1
         slot = self._take(rows, adjustments.end, max(max_logprobs, 0))
         words = slot.host_words.numpy()
-        fill_numbers(params, words[: NUMBER_WORDS * rows].view(np.int64).reshape(rows, -1))
+        fill_numbers(params, words[: NUMBER_WORDS * rows].view(np.int64).reshape(rows, NUMBER_WORDS // 2))
         adjustments.write(words)
         is_greedy = not bool(params.temperature[:rows].any())
         step = _Step(
@@ -190,10 +200,13 @@ class Sampler:
 
     def _take(self, rows: int, num_words: int, width: int) -> _Slot:
         for place, slot in enumerate(self._free):
-            if slot.fits(rows, num_words, width):
+            if slot.rows >= rows and slot.num_words >= num_words and slot.width >= width:
                 return self._free.pop(place)
-        del self._free[4:]  # of shapes that do not come any more
-        return _Slot(self.device, _grown(rows, _LEAST_ROWS), _grown(num_words, NUMBER_WORDS * _LEAST_ROWS), width)
+        # Pinning takes long, so a new slot is as large as any that was asked for so far.
+        self._free.clear()
+        wanted = (_grown(rows, _LEAST_ROWS), _grown(num_words, NUMBER_WORDS * _LEAST_ROWS), width)
+        self._largest = tuple(max(pair) for pair in zip(self._largest, wanted, strict=True))
+        return _Slot(self.device, *self._largest)
 
     def _reserve_scratch(self, rows: int) -> None:
         if self._scratch is None or self._scratch.rows < rows:
@@ -214,7 +227,8 @@ class Sampler:
             return
         cells = self._scratch.rows * MAX_TILES
         size = cells * max(max_logprobs, 1)
-        if self._logprob_scratch is None or len(self._logprob_scratch[0]) < size:
+        held = (0, 0) if self._logprob_scratch is None else tuple(len(part) for part in self._logprob_scratch)
+        if held[0] < size or held[1] < cells:
             self._logprob_scratch = (self.device.zeros((size,), torch.int64), self.device.zeros((cells,), torch.int64))
 
     def _launch_kernels(self, step: _Step) -> None:
@@ -258,7 +272,7 @@ class Sampler:
             _call(logit_kernels.best_of_tiles, grid, *wanted, vocab, num_slots, **tiles)
             _call(
                 logit_kernels.merge_best, (rows,), *wanted, slot.sums, slot.chosen, slot.best, vocab, num_slots,
-                num_tiles, slot.width, MAX_TILES=MAX_TILES,
+                num_tiles, step.max_logprobs, MAX_TILES=MAX_TILES,
             )  # fmt: skip
 
 
@@ -267,8 +281,8 @@ def _copies_back(step: _Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
     pairs = [(slot.host_token_ids[:rows], slot.token_ids[:rows])]
     if step.max_logprobs >= 0:
         pairs += [(slot.host_sums[:rows], slot.sums[:rows]), (slot.host_chosen[:rows], slot.chosen[:rows])]
-        if slot.width:
-            pairs.append((slot.host_best[: rows * slot.width], slot.best[: rows * slot.width]))
+        num_best = rows * step.max_logprobs
+        pairs.append((slot.host_best[:num_best], slot.best[:num_best]))
     return pairs
 
 

@@ -168,7 +168,7 @@ def measure(logits, peaks, numbers, counts, masses, vocab, num_tiles, TILE: tl.c
 
 
 @triton.jit
-def plan(line, counts, masses, row, vocab, num_tiles, MAX_TILES: tl.constexpr):
+def plan(line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES: tl.constexpr):
     """What a row's searches can need: (level of candidates that hold it all, their number, those of [MAX_TILES], total
     mass, mass of what min_p leaves).
     """
@@ -186,7 +186,7 @@ def plan(line, counts, masses, row, vocab, num_tiles, MAX_TILES: tl.constexpr):
     else:
         bound = top_p_mass(line, total)
         if min_p_mass <= bound:  # top_p leaves no less than min_p does, so the draw is known already
-            bound = drawn_mass(line, min_p_mass) + 1
+            bound = drawn_mass(fraction, min_p_mass) + 1
         enough = level_masses >= bound
     chosen = tl.min(tl.where(enough & (levels != MIN_P_LEVEL), levels, WHOLE), 0)
     own = tl.sum(tl.where(level == chosen, tile_counts, 0), 1)
@@ -202,9 +202,9 @@ def top_p_mass(line, mass):
 
 
 @triton.jit
-def drawn_mass(line, mass):
-    """⌊uniform number · mass⌋, exactly: the candidate in whose share of the mass this lies is drawn."""
-    high, _ = multiply(uniform_bits(tl.load(line + 2), tl.load(line + 3)), mass.to(tl.uint64))
+def drawn_mass(fraction, mass):
+    """⌊fraction · 2^-64 · mass⌋, exactly: the candidate in whose share of the mass this lies is drawn."""
+    high, _ = multiply(fraction, mass.to(tl.uint64))
     return high.to(tl.int64)
 
 
@@ -220,8 +220,9 @@ def collect(
     peak_key, _, peak = row_peak(peaks, row, num_tiles, MAX_TILES)
     if (factor == 0.0) | (peak_key > LARGEST_KEY):
         return
+    fraction = uniform_bits(tl.load(line + 2), tl.load(line + 3))
     chosen, num_candidates, tile_counts, _total, _min_p_mass = plan(
-        line, counts, masses, row, vocab, num_tiles, MAX_TILES
+        line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES
     )
     if num_candidates > capacity:
         return
@@ -326,7 +327,8 @@ def choose(
     if (factor == 0.0) | (peak_key > LARGEST_KEY):
         tl.store(token_ids + row, tl.where(peak_key > LARGEST_KEY, -1, peak_id))
         return
-    _level, num, _tile_counts, kept, min_p_mass = plan(line, counts, masses, row, vocab, num_tiles, MAX_TILES)
+    fraction = uniform_bits(tl.load(line + 2), tl.load(line + 3))
+    _level, num, _tile_counts, kept, min_p_mass = plan(line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES)
     num_listed = tl.where(num <= capacity, num, 0)
     num = tl.where(num <= capacity, num, vocab)
     of_row, listed = logits + row * vocab, candidates + row * capacity
@@ -346,7 +348,7 @@ def choose(
         mass_above, single = share(of_row, listed, num, num_listed, peak, factor, floor, low, BLOCK)
         single = tl.maximum(single, 1)
         kept = tl.minimum(kept, above + (bound - above + single - 1) // single * single)
-    target = drawn_mass(line, tl.minimum(kept, min_p_mass))
+    target = drawn_mass(fraction, tl.minimum(kept, min_p_mass))
     low, above = search(
         of_row, listed, num, num_listed, peak, factor, floor, low, high, target + 1, True, BLOCK, WAYS
     )  # fmt: skip

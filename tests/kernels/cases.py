@@ -107,6 +107,14 @@ MASS = {
     "a8": Tolerance(of_terms=1e-2),
     "a16": Tolerance(of_terms=1e-4),
 }
+LOGPROBS = {
+    # float64.
+    "a8": Tolerance(absolute=1e-12),
+    "a16": Tolerance(absolute=1e-12),
+    # Probabilities of float32 logits relative to the best, cut off at 2^-44, summed exactly: 2^-23 (2 |ln p| + 4) each.
+    "triton-fp16": Tolerance(absolute=4e-6),
+    "triton-bf16": Tolerance(absolute=4e-6),
+}
 EXP_ULP = 2.0  # stated in the docstring of exp_nonpositive
 
 
