@@ -286,6 +286,13 @@ class StepProgram(ABC):
         """
         return FinishedStep(self.run(batch, params))
 
+    def prepare(self, report: Callable[[int, int], None]) -> None:
+        """Do now what the first steps would take long for: compile, record. The cache keeps its bytes.
+
+        report: called with (parts that are done, parts that there are), before each of them and at the end.
+        """
+        report(1, 1)
+
 
 class Ops(ABC):
     """One backend. Handles that `prepare_*` return are opaque and belong to that backend."""
@@ -298,6 +305,7 @@ class Ops(ABC):
     notices: tuple[str, ...] = ()  # what a user should know about how this backend started
     steps_ahead: int = 0  # how many steps more may be launched before the result of one is taken
     memory: DeviceMemory | None = None  # None: the host's
+    device_id: str = ""  # by which a driver's tools know the device: the UUID of a GPU
     default_step_tokens: int = 256  # the most tokens of a step where nobody has said
 
     @property
