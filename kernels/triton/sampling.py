@@ -25,7 +25,7 @@ from kvd_kernels.ops import SamplingBatch, SamplingResult
 from kvd_kernels.triton import logit_kernels, sampling_kernels
 from kvd_kernels.triton.cards import Card
 from kvd_kernels.triton.device import Device, open_device
-from kvd_kernels.triton.sampling_params import NUMBER_WORDS, Adjustments, fill_numbers
+from kvd_kernels.triton.sampling_params import NUMBER_WORDS, Adjustments, Numbers
 from kvd_kernels.triton.variants import ActivationType, Budget, Variant
 
 DRAW_DISTANCE = 2.0**-17
@@ -143,6 +143,7 @@ class Sampler:
 
     def __init__(self, device: torch.device, seam: Device | None = None) -> None:
         self.device = open_device(device)[0] if seam is None else seam
+        self._numbers = Numbers()
         self._free: list[_Slot] = []
         self._largest: tuple[int, ...] = (0, 0, 0)
         self._scratch: _Scratch | None = None
@@ -178,7 +179,7 @@ class Sampler:
         max_logprobs = params.max_logprobs if rows else -1
         slot = self._take(rows, adjustments.end, max(max_logprobs, 0))
         words = slot.host_words.numpy()
-        fill_numbers(params, words[: NUMBER_WORDS * rows].view(np.int64).reshape(rows, NUMBER_WORDS // 2))
+        self._numbers.fill(params, words[: NUMBER_WORDS * rows].view(np.int64).reshape(rows, NUMBER_WORDS // 2))
         adjustments.write(words)
         is_greedy = not bool(params.temperature[:rows].any())
         step = _Step(

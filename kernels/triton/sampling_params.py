@@ -1,4 +1,4 @@
-"""A SamplingBatch as the words that the sampling kernels read: one upload per step. Engine thread only; stateless."""
+"""A SamplingBatch as the words that the sampling kernels read: one upload per step. Engine thread only."""
 
 from __future__ import annotations
 
@@ -49,6 +49,28 @@ def fill_numbers(params: SamplingBatch, target: npt.NDArray[np.int64]) -> None:
     target[:, 7] = params.num_logprobs[:rows].numpy()
 
 
+class Numbers:
+    """The numbers of the step before, which are those of this one but for the positions as long as no row changes."""
+
+    def __init__(self) -> None:
+        self._key: tuple[bytes, ...] = ()
+        self._filled = np.zeros((0, NUMBER_WORDS // 2), np.int64)
+
+    def fill(self, params: SamplingBatch, target: npt.NDArray[np.int64]) -> None:
+        """What `fill_numbers` does."""
+        rows = params.num_rows
+        columns = (
+            params.temperature, params.top_k, params.top_p, params.min_p, params.seeds, params.num_logprobs,
+        )  # fmt: skip
+        key = tuple(column[:rows].numpy().tobytes() for column in columns)
+        if key != self._key:
+            self._filled = np.zeros((rows, NUMBER_WORDS // 2), np.int64)
+            fill_numbers(params, self._filled)
+            self._key = key
+        target[:] = self._filled
+        target[:, 3] = params.positions[:rows].numpy()
+
+
 class Adjustments:
     """The rows whose logits are to be changed, and how, as int32 words.
 
@@ -91,11 +113,11 @@ class Adjustments:
             output = None
         if bias is None and prompt is None and output is None and banned is None:
             return
-        biased, biases = none, np.empty(0, np.float64)
+        biased, biases = none, np.empty(0, np.float32)
         if bias is not None:
             # An id that comes more than once gets the sum, as in the reference.
             biased, places = np.unique(bias[0].numpy(), return_inverse=True)
-            biases = np.bincount(places, weights=bias[1].numpy().astype(np.float64), minlength=len(biased))
+            biases = np.bincount(places, weights=bias[1].numpy().astype(np.float64)).astype(np.float32)
         ids = [
             biased,
             none if prompt is None else prompt[0].numpy(),
@@ -103,7 +125,7 @@ class Adjustments:
             none if banned is None else banned.numpy(),
         ]
         counts = none if output is None else output[1].numpy()
-        self._gathered.append((row, ids, biases.astype(np.float32).view(np.int32), counts))
+        self._gathered.append((row, ids, biases.view(np.int32), counts))
 
     def write(self, words: npt.NDArray[np.int32]) -> None:
         place = self.first_line

@@ -21,6 +21,7 @@ from kvd_kernels.triton import sampling
 from kvd_kernels.triton.device import HostDevice
 from kvd_kernels.triton.sampling import DRAW_DISTANCE, Sampler
 from kvd_kernels.triton.sampling_kernels import multiply, uniform_bits
+from kvd_kernels.triton.sampling_params import Numbers, fill_numbers
 from tests.kernels.builders import generator
 from tests.kernels.cases import LOGPROBS
 from tests.kernels.interpreter import quick_device_calls
@@ -207,6 +208,25 @@ def test_the_next_step_may_be_launched_before_the_result_of_one() -> None:
     assert second.result().token_ids == expected[1].token_ids
     assert first.result().token_ids == expected[0].token_ids
     assert first.result() is first.result()
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "top_p", "min_p", "seeds", "positions", "num_logprobs", "num_rows"]
+)
+def test_numbers_follow_every_change(name: str) -> None:
+    """They are kept from step to step; what was kept must never stand for something else."""
+    params = sampling_batch([Row(seed=row, top_p=0.9, min_p=0.1, position=7) for row in range(4)], 4)
+    numbers = Numbers()
+    numbers.fill(params, np.zeros((4, 8), np.int64))
+    if name == "num_rows":
+        params.num_rows = 2
+    else:
+        getattr(params, name)[2] *= 3
+        getattr(params, name)[2] += 1
+    expected, kept = (np.zeros((params.num_rows, 8), np.int64) for _ in range(2))
+    fill_numbers(params, expected)
+    numbers.fill(params, kept)
+    assert np.array_equal(kept, expected)
 
 
 class CountingDevice(HostDevice):
