@@ -47,9 +47,10 @@ class Sizes:
     output: int
     streams: tuple[int, ...]
     context: int
+    temperature: float
 
 
-SIZES, DRY_SIZES = Sizes(512, 128, (1, 32), 8192), Sizes(20, 4, (1, 2), 128)
+SIZES, DRY_SIZES = Sizes(512, 128, (1, 32), 8192, 0.8), Sizes(20, 3, (1, 2), 64, 0.0)
 
 
 def spec_of(shape: Shape, *, num_layers: int, context: int) -> ModelSpec:
@@ -196,7 +197,7 @@ async def generate(engine: Engine, num_streams: int, sizes: Sizes, name: str) ->
         prompt = tuple(
             5 + (31 * index + 7 * position) % (engine.info.vocab_size - 6) for position in range(sizes.prompt)
         )
-        sampling = SamplingParams(max_tokens=sizes.output, temperature=0.8, top_p=0.95, seed=index)
+        sampling = SamplingParams(max_tokens=sizes.output, temperature=sizes.temperature, top_p=0.95, seed=index)
         request = Request(f"{name}-{index}", prompt, sampling, time.monotonic())
         async for events in engine.submit(request):
             for event in events:
@@ -223,8 +224,8 @@ def run(world: World) -> list[Line]:
     spec = spec_of(shape, num_layers=num_layers, context=sizes.context)
     config = Config(
         model=f"synthetic {shape.name} of {num_layers} layers", max_num_seqs=max(sizes.streams), target_itl_ms=0.0,
-        num_gpu_blocks_override=64 if world.is_dry else None, enable_prefix_caching=False,
-        max_num_batched_tokens=32 if world.is_dry else None,
+        num_gpu_blocks_override=16 if world.is_dry else None, enable_prefix_caching=False,
+        max_num_batched_tokens=16 if world.is_dry else None,
     )  # fmt: skip
     notices: list[str] = []
     with tempfile.TemporaryDirectory() as home:

@@ -16,7 +16,7 @@ from kvd_kernels.ops import Ops
 from kvd_kernels.triton.cards import KNOWN_CARDS, Card
 from kvd_kernels.triton.start import TritonUnavailable, create_triton_ops
 
-TINY = Shape("tiny", 128, 192, 4, 2, 64, 2, 64, 320, 64)
+TINY = Shape("tiny", 128, 192, 4, 2, 64, 1, 64, 320, 64)
 RATES = Plan(EIGHT_B, (1, 16, 64, 512), (1, 16), ((1, 8192), (16, 4096)), ((512, 8192),), (1, 16), (1, 32))
 DRY_RATES = Plan(TINY, (1, 20), (1,), ((2, 40),), ((20, 40),), (2,), (2,))
 
@@ -152,7 +152,3 @@ def describe_machine(*, is_dry: bool) -> dict[str, str]:
     properties = torch.cuda.get_device_properties(0)
     memory = f"{properties.total_memory / 2**30:.1f} GiB"
     return {"device": properties.name, "memory": memory, "cuda": str(torch.version.cuda), **versions}
-
-
-def percent_of(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

@@ -74,15 +74,23 @@ def test_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
     assert "--only everything: expected some of quick, model" in done.stderr
 
 
-@pytest.mark.parametrize("part", ["blocks", "attention", "rates", "cases", "model", "quick"])
+@pytest.mark.parametrize("part", ["blocks", "rates", "cases"])
 def test_the_dry_run_of_a_part_holds(part: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, "--dry", "--only", part)
+    assert_holds(done, tmp_path, {part})
+
+
+@pytest.mark.full
+def test_the_whole_dry_run_holds(tmp_path: Path) -> None:
+    assert_holds(run_script(tmp_path, "--dry"), tmp_path, set(gpu_check.PART_SECONDS))
+
+
+def assert_holds(done: subprocess.CompletedProcess[str], folder: Path, parts: set[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads((tmp_path / "gpu_check.json").read_text())
+    content = json.loads((folder / "gpu_check.json").read_text())
     assert content["is_dry"]
     lines = [Line(**line) for line in content["lines"]]
-    assert lines
-    assert {line.part for line in lines} == {part}
+    assert {line.part for line in lines} == parts
     assert not [line for line in lines if line.is_failure]
     assert all(line.name in done.stdout for line in lines)
 

@@ -130,8 +130,8 @@ def wire_engine(
 
         def make_trial(num_blocks: int) -> tuple[Runner, int]:
             trial = allocate_cache(kv_format, num_blocks, ops.device)
-            for pool in trial.pools:
-                pool.zero_()
+            for zeroed in trial.pools:
+                zeroed.zero_()
             trial_pools.extend(trial.pools)
             runner = make_runner(trial, None, None)
             profiling.prepare(runner, "Compiling and profiling steps", progress)
@@ -139,8 +139,8 @@ def wire_engine(
 
         with exhaustion_told(ops.memory, "profiling the largest step", demand):
             scratch_bytes = profiling.measure_device_bytes(ops.memory, make_trial, limits=step_limits)
-        for pool in trial_pools:
-            pool.untyped_storage().resize_(0)  # a backend may remember the pool that it saw last
+        for emptied in trial_pools:
+            emptied.untyped_storage().resize_(0)  # a backend may remember the pool that it saw last
         demand = replace(demand, scratch_bytes=scratch_bytes)
         plan = plan_memory(config, demand, room)
     pool = plan.pool
@@ -154,7 +154,7 @@ def wire_engine(
         profiling.prepare(runner, "Recording steps", progress)
     step_bytes = plan.step_bytes
     if ops.memory is None:
-        step = profiling.largest_step(**step_limits, num_blocks=pool.num_blocks)
+        step = profiling.largest_step(**step_limits, num_blocks=pool.num_blocks, is_deep=False)
         with progress.task("Profiling the largest step", 1, "step") as task:
             scratch_bytes = profiling.cached_scratch_bytes(
                 runner, step, key=f"{__version__}|{key_seed}|{limits}|{step.num_tokens}", folder=home / "profiles"
