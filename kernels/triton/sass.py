@@ -152,10 +152,13 @@ def tool(name: str) -> Path:
     return path
 
 
-def inspect(cubin: Path) -> tuple[Code, Resources]:
-    """Disassemble a compiled kernel. CalledProcessError where a tool refuses it."""
-    code = subprocess.run([tool("nvdisasm"), "-c", "-ndf", cubin], check=True, capture_output=True, text=True)
-    usage = subprocess.run(
-        [tool("cuobjdump"), "--dump-resource-usage", cubin], check=True, capture_output=True, text=True
-    )
-    return parse_listing(code.stdout), parse_resources(usage.stdout)
+def disassemble(cubin: Path) -> Code:
+    """The instructions of a compiled kernel. CalledProcessError where the tool refuses it."""
+    listing = subprocess.run([tool("nvdisasm"), "-c", "-ndf", cubin], check=True, capture_output=True, text=True)
+    return parse_listing(listing.stdout)
+
+
+def resources(cubin: Path) -> Resources:
+    """What a compiled kernel takes. CalledProcessError where the tool refuses it."""
+    command = [tool("cuobjdump"), "--dump-resource-usage", cubin]
+    return parse_resources(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -70,7 +70,8 @@ def planted(from_the_root: None) -> dict[str, Outcome]:
     [
         ("sound", None),
         ("shared", "bytes of shared memory"),
-        ("spills", "spills or local memory"),
+        ("spills", "spills or local memory: frame of "),
+        ("spills in a counted loop", "spills or local memory: frame of "),
         ("scalar", "0 16-byte loads, expected 2"),
         ("costly", "budget 0.10"),
         ("straight", "no loop"),
@@ -88,6 +89,10 @@ def test_triton_planted_fault_is_found(
     else:
         (violation,) = outcome.violations
         assert complaint in violation
+
+
+def test_triton_spill_is_seen_in_the_instructions_too(planted: dict[str, Outcome]) -> None:
+    assert planted["spills in a counted loop-80"].report.local_accesses > 0
 
 
 def test_triton_sample_has_every_kernel_once(planted: dict[str, Outcome]) -> None:
