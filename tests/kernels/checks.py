@@ -34,7 +34,7 @@ def check_linear(ops: Ops, case: LinearCase, n: int) -> None:
     expected, terms, slack = oracle.linear(
         x[:n].double().numpy(), layer, None if residual is None else residual.double().numpy()
     )
-    tolerance = cases.LINEAR[ops.arithmetic]
+    tolerance = cases.tolerance(cases.LINEAR, ops)
     assert_within(out[:n], expected, tolerance, terms=terms, slack=slack if ops.arithmetic == "a8" else 0.0)
     assert_rest_untouched(out, n)
 
@@ -93,13 +93,13 @@ def check_attention(ops: Ops, case: AttentionCase, seed: int = 0) -> None:
     table = cases.ATTENTION_INT8 if case.element == "int8" else cases.ATTENTION_16BIT
     if case.key_bias > 10:
         table = cases.ATTENTION_GIANT_BIAS
-    assert_within(out[:n], expected, table[ops.arithmetic])
+    assert_within(out[:n], expected, cases.tolerance(table, ops))
     assert_rest_untouched(out, n)
     if mass is None:
         return
     for s, per_entry in enumerate(masses):
         count = float(case.sequences[s][1] * case.num_heads)
-        assert_within(mass[s, : len(per_entry)], per_entry, cases.MASS[ops.arithmetic], terms=count)
+        assert_within(mass[s, : len(per_entry)], per_entry, cases.tolerance(cases.MASS, ops), terms=count)
         assert bool((mass[s, len(per_entry) :] == 0).all()), "weight on entries that do not exist"
     assert bool((mass[batch.num_seqs :] == SENTINEL).all()), "mass of a sequence that does not live"
 
@@ -132,7 +132,7 @@ def check_rope_and_write(ops: Ops, case: AttentionCase, seed: int = 0) -> None:
     positions = batch.positions[:n].long().numpy()
     cos, sin = inputs.rope.cos.double().numpy(), inputs.rope.sin.double().numpy()
     rotated = oracle.rope(heads[:, : spec.num_heads + spec.num_kv_heads], positions, cos, sin)
-    assert_within(q_out[:n], rotated[:, : spec.num_heads].reshape(n, q_out.shape[1]), cases.ROPE[ops.arithmetic])
+    assert_within(q_out[:n], rotated[:, : spec.num_heads].reshape(n, q_out.shape[1]), cases.tolerance(cases.ROPE, ops))
     assert_rest_untouched(q_out, n)
 
     k = rotated[:, spec.num_heads :]
@@ -152,8 +152,8 @@ def check_rope_and_write(ops: Ops, case: AttentionCase, seed: int = 0) -> None:
         step = stored_step(wanted, scale, case.element)
         step = np.where(step == 0, 1.0, step)
         difference = torch.from_numpy((stored[slots] - wanted) / step)
-        before_rounding = cases.ROPE[ops.arithmetic].absolute / step
-        assert_within(difference, np.zeros(wanted.shape), cases.STORED[ops.arithmetic], slack=before_rounding)
+        before_rounding = cases.tolerance(cases.ROPE, ops).absolute / step
+        assert_within(difference, np.zeros(wanted.shape), cases.tolerance(cases.STORED, ops), slack=before_rounding)
     _assert_other_bytes_unchanged(inputs, before, slots)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 
 import native_build
@@ -14,12 +15,26 @@ from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
 from tests.kernels.natives import LEVELS, Natives
 
-IMPLEMENTATIONS = ("reference", "reference-a16", "cpu")
+# Before triton is first imported: its decorator asks when it wraps a kernel.
+os.environ["TRITON_INTERPRET"] = "1"
+
+TRITON = ("triton", "triton-bf16")
+IMPLEMENTATIONS = ("reference", "reference-a16", "cpu", *TRITON)
+
+
+def make_ops(name: str) -> Ops:
+    """An implementation by its name in test ids; the Triton kernels run in Triton's interpreter."""
+    if name not in TRITON:
+        return create_ops(name)
+    from kvd_kernels.triton.cards import KNOWN_CARDS
+    from kvd_kernels.triton.ops import TritonOps
+
+    return TritonOps(torch.device("cpu"), KNOWN_CARDS[0], torch.bfloat16 if name == "triton-bf16" else torch.float16)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return create_ops(request.param)
+    return make_ops(request.param)
 
 
 @pytest.fixture(params=["reference", "cpu"])
