@@ -33,6 +33,14 @@ from typing import Any
 import torch
 
 from kvd_kernels.kv_format import GroupFormat, KVFormat
+from kvd_kernels.sampling_types import Ragged as Ragged
+from kvd_kernels.sampling_types import SamplingBatch as SamplingBatch
+from kvd_kernels.sampling_types import SamplingResult as SamplingResult
+from kvd_kernels.under_way import DeviceMemory as DeviceMemory
+from kvd_kernels.under_way import FinishedStep as FinishedStep
+from kvd_kernels.under_way import FinishedTransfer as FinishedTransfer
+from kvd_kernels.under_way import PendingStep as PendingStep
+from kvd_kernels.under_way import Transfer as Transfer
 from kvd_kernels.weights import Linear, WeightMatrix
 
 
@@ -128,137 +136,6 @@ class AttentionSpec:
     head_dim: int
     scale: float
     key_bias: torch.Tensor | None = None
-
-
-Ragged = tuple[torch.Tensor, torch.Tensor]
-"""(token ids int64 [n], a value for each: int64 or float32 [n])"""
-
-
-@dataclass(slots=True)
-class SamplingBatch:
-    """Sampling parameters in preallocated buffers; row r < num_rows belongs to logits row r, others mean nothing.
-
-    temperature, top_p, min_p, presence, frequency, repetition   float32 [max_seqs]
-    top_k           int64 [max_seqs]; 0 means the whole vocabulary
-    seeds           int64 [max_seqs]; the generator's key, from (seed, choice index)
-    positions       int64 [max_seqs]; absolute position of the token to be sampled, the generator's counter
-    num_logprobs    int64 [max_seqs]: -1 none, 0 the sampled token, n also the n best
-    max_logprobs    the greatest num_logprobs of a live row; -1 where there is none
-    has_ragged      some live row has an entry in the lists below; if not, nobody need look at them
-
-    Lists of max_seqs rows:
-    prompt_counts   (token ids, counts) of the prompt, or None when no penalty needs them
-    output_counts   the same for output tokens
-    bias            (token ids, float32 values) to add, or None
-    banned          int64 token ids with probability 0 (stop tokens before min_tokens), or None
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-    repetition: torch.Tensor
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    num_logprobs: torch.Tensor
-    prompt_counts: list[Ragged | None]
-    output_counts: list[Ragged | None]
-    bias: list[Ragged | None]
-    banned: list[torch.Tensor | None]
-    num_rows: int = 0
-    max_logprobs: int = -1
-    has_ragged: bool = False
-
-    @classmethod
-    def allocate(cls, max_seqs: int) -> SamplingBatch:
-        """Buffers for max_seqs rows, of which none is live."""
-        floats = [torch.zeros(max_seqs, dtype=torch.float32) for _ in range(6)]
-        integers = [torch.zeros(max_seqs, dtype=torch.int64) for _ in range(4)]
-        temperature, top_p, min_p, presence, frequency, repetition = floats
-        top_k, seeds, positions, num_logprobs = integers
-        return cls(
-            temperature, top_k, top_p, min_p, presence, frequency, repetition, seeds, positions, num_logprobs,
-            [None] * max_seqs, [None] * max_seqs, [None] * max_seqs, [None] * max_seqs,
-        )  # fmt: skip
-
-
-@dataclass(slots=True)
-class SamplingResult:
-    """token_ids: R ids, None where the row is not finite.
-
-    logprobs: per row None or (logprob of the token, [(id, logprob) best first]).
-    Logprobs are of the raw distribution: before bias, penalties, temperature and truncation.
-    """
-
-    token_ids: list[int | None]
-    logprobs: list[tuple[float, list[tuple[int, float]]] | None]
-
-
-class PendingStep(ABC):
-    """A step that was launched and may still be under way."""
-
-    @abstractmethod
-    def result(self) -> SamplingResult | None:
-        """Wait for its end. The tokens, or None where none were to be chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep(PendingStep):
-    """A step that was over when its launch returned."""
-
-    tokens: SamplingResult | None
-
-    def result(self) -> SamplingResult | None:
-        return self.tokens
-
-
-class Transfer(ABC):
-    """Copies that were ordered and may still be under way."""
-
-    @abstractmethod
-    def seconds(self) -> float:
-        """Wait for their end; how long the copies themselves took."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedTransfer(Transfer):
-    """Copies that were over when the call returned."""
-
-    taken_seconds: float
-
-    def seconds(self) -> float:
-        return self.taken_seconds
-
-
-class DeviceMemory(ABC):
-    """The memory that weights, cache and steps live in, where that is not the host's. All figures are bytes.
-
-    setting: the name of the configuration field that says which share of it may be taken.
-    """
-
-    setting: str
-
-    @abstractmethod
-    def total_bytes(self) -> int:
-        """As the device has it."""
-
-    @abstractmethod
-    def free_bytes(self) -> int:
-        """What this process may still take now; what other processes hold is not in it."""
-
-    @abstractmethod
-    def held_bytes(self) -> int:
-        """What this process holds now."""
-
-    @abstractmethod
-    def reset_peak(self) -> None:
-        """Start a new high-water mark for `peak_bytes`."""
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """The most that this process held since the mark was reset."""
 
 
 class StepProgram(ABC):
