@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from kvd.cache.manager import CacheManager
-from kvd.core import BLOCK_SIZE, EngineInfo, MemoryBudget, Request, SamplingParams
+from kvd.core import BLOCK_SIZE, Request, SamplingParams
 from kvd.engine.engine import Engine
 from kvd.engine.runner import Runner
 from kvd.engine.streams import TokenStream
 from kvd.scheduler.scheduler import Scheduler, SchedulerConfig
+from kvd.views import EngineInfo, MemoryBudget
 from kvd_kernels.kv_format import LayerFormat, build_kv_format
 from kvd_kernels.ops import Batch, KVCache, SamplingBatch, SamplingResult, StepProgram
 

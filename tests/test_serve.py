@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from kvd.config_load import load_config
-from kvd.core import EngineInfo, MemoryBudget
 from kvd.errors import CheckpointError, StartupError
 from kvd.tools.banner import budget_lines, client_lines, fitting, size
 from kvd.tools.listen import base_url, close_all, open_sockets
 from kvd.tools.serve import load
 from kvd.tools.waiting_room import WaitingRoom
+from kvd.views import EngineInfo, MemoryBudget
 from tests.model.checkpoints import make_llama
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,5 +1,6 @@
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 """Kernels that keep what outlives a step on the device: the newest tokens by slot, and the block tables."""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 

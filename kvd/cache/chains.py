@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kvd.cache.layer_group import LayerGroup
 from kvd.cache.lower_tiers import LowerTiers
 from kvd.cache.prefix_index import IndexedBlock
-from kvd.core import BLOCK_SIZE, PrefixView
+from kvd.core import BLOCK_SIZE
+from kvd.views import PrefixView
 
 
 @dataclass(slots=True)

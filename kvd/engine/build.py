@@ -19,7 +19,7 @@ from kvd.cache.manager import CacheManager
 from kvd.cache.store import Arena, allocate_cache
 from kvd.config import Config
 from kvd.config_check import FP8_NEEDS_GPU
-from kvd.core import BLOCK_SIZE, EngineInfo, MemoryBudget
+from kvd.core import BLOCK_SIZE
 from kvd.device_facts import DeviceFacts
 from kvd.engine import host_memory, profiling
 from kvd.engine.backend import checkpoint_dtype, open_ops
@@ -44,6 +44,7 @@ from kvd.model.progress import Progress
 from kvd.model.spec import ModelSpec
 from kvd.model.weights import ModelWeights
 from kvd.scheduler.scheduler import Rates, Scheduler, SchedulerConfig
+from kvd.views import EngineInfo, MemoryBudget
 from kvd_kernels.ops import KVCache, Ops
 
 AUTO_MAX_NUM_SEQS = 32

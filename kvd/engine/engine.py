@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from kvd.core import EngineInfo, FinishReason, PrefixView, Request, RequestView, SessionInfo, Snapshot, TokenEvent
+from kvd.core import FinishReason, Request, TokenEvent
 from kvd.device_facts import DeviceFacts
 from kvd.engine.disk_link import DiskLink
 from kvd.engine.runner import Runner
@@ -26,6 +26,7 @@ from kvd.engine.statistics import Statistics
 from kvd.engine.streams import TokenStream
 from kvd.errors import EngineFailure, ServerOverloaded, SessionError
 from kvd.scheduler.scheduler import Scheduler
+from kvd.views import EngineInfo, PrefixView, RequestView, SessionInfo, Snapshot
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ IDLE_POLL_SECONDS = 0.02
 
 
 class Engine:
-    """Runs requests; implements `core.SnapshotSource` and `core.Control`.
+    """Runs requests; implements `views.SnapshotSource` and `views.Control`.
 
     log: receives (level, message) lines, from either thread. disk: the tier that is closed when the engine thread ends.
     device_facts: the latest, at once.

@@ -17,8 +17,9 @@ from kvd.cache.chains import ChainHold
 from kvd.cache.manager import CacheManager
 from kvd.cache.session_file import SessionBlock, SessionFileError, read_session, write_session
 from kvd.cache.store import read_block, write_block
-from kvd.core import BLOCK_SIZE, SessionInfo
+from kvd.core import BLOCK_SIZE
 from kvd.errors import SessionError
+from kvd.views import SessionInfo
 from kvd_kernels.ops import KVCache
 
 BLOCKS_AT_ONCE = 8

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvd.core import Histogram, Request, TokenEvent
+from kvd.core import Request, TokenEvent
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
+from kvd.views import Histogram
 
 
 class Statistics:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from kvd.core import LogEvent
+from kvd.views import LogEvent
 
 Subscriber = Callable[[LogEvent], None]
 

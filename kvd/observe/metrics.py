@@ -16,8 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from kvd.core import BLOCK_SIZE, Counters, Histogram, Snapshot
+from kvd.core import BLOCK_SIZE
 from kvd.device_facts import DeviceFacts
+from kvd.views import Counters, Histogram, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HIT_RATE_WINDOW_SECONDS = 60.0

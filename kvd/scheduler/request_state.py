@@ -12,11 +12,12 @@ Invariant: num_computed ≤ num_planned ≤ len(token_ids) + num_pending ≤ max
 
 from __future__ import annotations
 
-from kvd import core
+from kvd import views
 from kvd.cache.manager import SequenceBlocks
-from kvd.core import BLOCK_SIZE, FinishReason, Logprobs, Request, RequestTiming, RequestView, TokenEvent
+from kvd.core import BLOCK_SIZE, FinishReason, Logprobs, Request, RequestTiming, TokenEvent
 from kvd.scheduler.dropping import DropSchedule
 from kvd.scheduler.preemption import quantum
+from kvd.views import RequestView
 
 
 class RequestState:
@@ -117,7 +118,7 @@ class RequestState:
         return 0 if self.forgetting is None else self.forgetting.num_dropped_tokens
 
     @property
-    def stage(self) -> core.RequestState:
+    def stage(self) -> views.RequestState:
         if not self.is_running:
             if self.blocks.swapped is not None:
                 return "swapped"

@@ -12,19 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvd.cache.manager import CacheManager
-from kvd.core import (
-    BLOCK_SIZE,
-    Counters,
-    FinishReason,
-    PlanItem,
-    Request,
-    RequestView,
-    Sample,
-    StepMix,
-    StepPlan,
-    StepResult,
-    TokenEvent,
-)
+from kvd.core import BLOCK_SIZE, FinishReason, PlanItem, Request, Sample, StepPlan, StepResult, TokenEvent
 from kvd.errors import RequestError, ServerOverloaded
 from kvd.scheduler.admission import check_length
 from kvd.scheduler.alarms import Alarms
@@ -36,6 +24,7 @@ from kvd.scheduler.rates import Rates
 from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.roster import Flight, Roster, split_keys
 from kvd.scheduler.tally import Tally
+from kvd.views import Counters, RequestView, StepMix
 
 __all__ = ["Rates", "Scheduler", "SchedulerConfig"]
 

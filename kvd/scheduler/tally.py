@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvd.cache.manager import CacheManager
-from kvd.core import Counters, FinishReason, StepMix
+from kvd.core import FinishReason
+from kvd.views import Counters, StepMix
 
 
 @dataclass(slots=True)
 class Tally:
-    """The growing side of `core.Counters`, with the same names."""
+    """The growing side of `views.Counters`, with the same names."""
 
     num_steps: int = 0
     prompt_tokens: int = 0

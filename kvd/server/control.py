@@ -10,11 +10,11 @@ from collections import deque
 
 from aiohttp import web
 
-from kvd.core import LogEvent
 from kvd.errors import RequestError
 from kvd.server.responses import json_response, short
 from kvd.server.snapshot_json import encode_log_event, encode_snapshot
 from kvd.server.state import STATE, ServerState
+from kvd.views import LogEvent
 
 EVENT_BACKLOG = 200
 """Log events kept for one slow reader of /kvd/events; older ones are dropped."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvd.core import Control, EngineInfo, FinishReason, Request, SnapshotSource, TokenEvent
+from kvd.core import FinishReason, Request, TokenEvent
+from kvd.views import Control, EngineInfo, SnapshotSource
 
 
 class TokenStream(Protocol):

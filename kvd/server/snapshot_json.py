@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from kvd.core import Histogram, LogEvent, Snapshot
+from kvd.views import Histogram, LogEvent, Snapshot
 
 _SNAPSHOTS = msgspec.json.Decoder(Snapshot)
 _LOG_EVENTS = msgspec.json.Decoder(LogEvent)

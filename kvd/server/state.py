@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from kvd.core import EngineInfo
 from kvd.errors import RequestError, ServerOverloaded
 from kvd.observe.event_log import EventLog
 from kvd.observe.metrics import MetricsExporter
@@ -21,6 +20,7 @@ from kvd.server.interfaces import GenerationEngine
 from kvd.server.responses import short
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
+from kvd.views import EngineInfo
 
 MAX_RECENT_CHOICES = 256
 """HTTP requests whose choices are remembered, about as many as the engine remembers requests that ended."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd.cache.sizing import concurrency_table
-from kvd.core import BLOCK_SIZE, EngineInfo, MemoryBudget
+from kvd.core import BLOCK_SIZE
+from kvd.views import EngineInfo, MemoryBudget
 
 _CONTEXTS = (2048, 8192, 32768, 131072)
 

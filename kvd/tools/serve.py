@@ -24,7 +24,7 @@ from aiohttp import web
 from kvd.config import Config
 from kvd.config_check import is_inline_template
 from kvd.config_load import LoadedConfig
-from kvd.core import EngineInfo, KVEviction
+from kvd.core import KVEviction
 from kvd.errors import CheckpointError, ConfigError, StartupError, UnsupportedModel
 from kvd.log import EventSink, Logging, get_logger, setup
 from kvd.model.files import ModelFiles
@@ -35,6 +35,7 @@ from kvd.observe.event_log import EventLog
 from kvd.tools.banner import budget_lines, client_lines
 from kvd.tools.listen import base_url, close_all, open_sockets
 from kvd.tools.waiting_room import WaitingRoom
+from kvd.views import EngineInfo
 
 # What takes seconds to import (torch above all) is imported where it is needed, so that a port in use or a model
 # that does not exist is said at once.

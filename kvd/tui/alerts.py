@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvd.core import EngineInfo
 from kvd.tui.format import exact
 from kvd.tui.view import Link, View
+from kvd.views import EngineInfo
 
 Severity = Literal["error", "warning", "info", "none"]
 

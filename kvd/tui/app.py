@@ -20,7 +20,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.timer import Timer
 
-from kvd.core import Control, SnapshotSource
 from kvd.tui.blocks import BlocksPanel
 from kvd.tui.cache import CachePanel
 from kvd.tui.header import Header
@@ -34,6 +33,7 @@ from kvd.tui.requests import RequestsPanel
 from kvd.tui.status import AlertLine, KeyLine
 from kvd.tui.throughput import ThroughputPanel
 from kvd.tui.view import History, Link, View
+from kvd.views import Control, SnapshotSource
 
 log = logging.getLogger(__name__)
 

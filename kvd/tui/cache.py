@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvd.core import Counters
 from kvd.tui.charts import area
 from kvd.tui.format import NOTHING, exact, fit_right, percent, short_count
 from kvd.tui.palette import gradient
 from kvd.tui.panel import Panel, Spans, crop, justify
 from kvd.tui.view import Link, View
+from kvd.views import Counters
 
 _MIN_GRAPH_ROWS = 3
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvd.core import RequestState, RequestView
 from kvd.tui.charts import meter
 from kvd.tui.format import age, duration, percent, rate, short_count, short_id
+from kvd.views import RequestState, RequestView
 
 Cell = tuple[str, str]
 """Text and style name."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from textual.message import Message
 
-from kvd.core import Snapshot, SnapshotSource
+from kvd.views import Snapshot, SnapshotSource
 
 DETAILS_EVERY_SECONDS = 0.25
 """The engine builds its request table on demand, and no more often than this."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvd.core import Counters, Histogram, Snapshot
+from kvd.views import Counters, Histogram, Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from kvd.core import RequestView
 from kvd.tui.columns import Column, columns_for
 from kvd.tui.format import exact, fit, fit_right
 from kvd.tui.palette import CURSOR_STYLES, STYLES
 from kvd.tui.panel import Panel, Spans
 from kvd.tui.view import Link, View
+from kvd.views import RequestView
 
 _HEADING_LINES = 1
 

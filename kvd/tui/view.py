@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from kvd.core import RequestState, RequestView, Snapshot
 from kvd.tui import rates
 from kvd.tui.rates import Point, Quantile
+from kvd.views import RequestState, RequestView, Snapshot
 
 RECENT_SECONDS = 60.0
 """Window of "recent" figures: latencies, hit rate, preemptions."""

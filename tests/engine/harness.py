@@ -14,11 +14,12 @@ import torch
 
 from kvd.cache.manager import CacheManager
 from kvd.cache.store import allocate_arena, allocate_cache
-from kvd.core import BLOCK_SIZE, Counters, Request, SamplingParams, StepPlan, TokenEvent
+from kvd.core import BLOCK_SIZE, Request, SamplingParams, StepPlan, TokenEvent
 from kvd.engine.disk_link import DiskLink
 from kvd.engine.runner import Runner
 from kvd.model.decoder import Decoder
 from kvd.scheduler.scheduler import Rates, Scheduler, SchedulerConfig
+from kvd.views import Counters
 
 DISK_BYTES = 64 << 20
 WAIT_SECONDS = 60.0

@@ -10,22 +10,12 @@ from collections.abc import Callable
 import pytest
 
 from kvd.cache.manager import CacheManager
-from kvd.core import (
-    EngineInfo,
-    MemoryBudget,
-    PlanItem,
-    Request,
-    RequestView,
-    Sample,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    TokenEvent,
-)
+from kvd.core import PlanItem, Request, Sample, SamplingParams, StepPlan, StepResult, TokenEvent
 from kvd.engine.engine import Engine
 from kvd.engine.streams import TokenStream
 from kvd.errors import ContextLengthExceeded, EngineFailure, ServerOverloaded
 from kvd.scheduler.scheduler import Scheduler, SchedulerConfig
+from kvd.views import EngineInfo, MemoryBudget, RequestView
 
 BUDGET = MemoryBudget(0, 0, 0, 0, 64, 1024, 64.0, 128.0)
 INFO = EngineInfo(

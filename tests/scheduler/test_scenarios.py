@@ -7,9 +7,10 @@ import itertools
 import pytest
 
 from kvd.cache.manager import CacheManager
-from kvd.core import BLOCK_SIZE, Counters, Request, SamplingParams, StepPlan, TokenEvent
+from kvd.core import BLOCK_SIZE, Request, SamplingParams, StepPlan, TokenEvent
 from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.scheduler import Rates, Scheduler
+from kvd.views import Counters
 
 from .fake_runner import FakeRunner, Speed
 from .invariants import check_everything

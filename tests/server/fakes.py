@@ -15,24 +15,12 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvd.core import (
-    Counters,
-    EngineInfo,
-    FinishReason,
-    Logprobs,
-    MemoryBudget,
-    PrefixView,
-    Request,
-    RequestView,
-    SessionInfo,
-    Snapshot,
-    StepMix,
-    TokenEvent,
-)
+from kvd.core import FinishReason, Logprobs, Request, TokenEvent
 from kvd.engine.streams import TokenStream
 from kvd.errors import RequestError, SessionError
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.text.text_model import TextModel
+from kvd.views import Counters, EngineInfo, MemoryBudget, PrefixView, RequestView, SessionInfo, Snapshot, StepMix
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 BEGIN, END, IM_START, IM_END = range(256, 260)

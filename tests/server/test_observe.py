@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core import Counters, Histogram, LogEvent, Snapshot
 from kvd.device_facts import DeviceFacts
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.observe.event_log import EventLog
 from kvd.observe.metrics import HitRateWindow, MetricsExporter
 from kvd.server.snapshot_json import decode_snapshot, encode_snapshot
 from kvd.text.text_model import TextModel
+from kvd.views import Counters, Histogram, LogEvent, Snapshot
 from tests.server.fakes import FakeEngine
 
 METRICS_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.core import Counters
 from kvd.server.snapshot_json import decode_log_event, decode_snapshot
+from kvd.views import Counters
 from tests.server.conftest import USER, Harness, StartServer
 from tests.server.fakes import BEGIN, MAX_MODEL_LEN, MODEL
 

@@ -14,16 +14,7 @@ import sys
 import time
 from dataclasses import replace
 
-from kvd.core import (
-    Counters,
-    EngineInfo,
-    Histogram,
-    MemoryBudget,
-    RequestState,
-    RequestView,
-    Snapshot,
-    StepMix,
-)
+from kvd.views import Counters, EngineInfo, Histogram, MemoryBudget, RequestState, RequestView, Snapshot, StepMix
 
 BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, math.inf)
 BLOCK_BYTES = 16 * 11_880

@@ -13,11 +13,11 @@ from xml.etree import ElementTree
 import pytest
 from textual.pilot import Pilot
 
-from kvd.core import Counters, Snapshot, StepMix
 from kvd.device_facts import DeviceFacts
 from kvd.tui.app import Dashboard, Outcome
 from kvd.tui.question import Question
 from kvd.tui.view import View
+from kvd.views import Counters, Snapshot, StepMix
 from tests.tui.fakes import INFO, FakeControl, FakeSource, histogram, row, snapshot
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 50)], ids=["80x24", "160x50"])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core import Counters, Histogram
 from kvd.tui import rates
+from kvd.views import Counters, Histogram
 from tests.tui.fakes import BOUNDS, histogram
 
 observations = st.lists(st.floats(0.0, 30.0), max_size=60)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.core import Counters, Snapshot
 from kvd.tui.alerts import choose_alert
 from kvd.tui.rates import Quantile
 from kvd.tui.view import History, Link, View
+from kvd.views import Counters, Snapshot
 from tests.tui.fakes import INFO, histogram, row, snapshot
 
 LINK = Link("http://127.0.0.1:8000/v1", "smollm2-135m-instruct", 0.5)
