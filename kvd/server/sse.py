@@ -2,15 +2,16 @@
 only.
 
 Invariant: until the first byte is written a failure is a proper HTTP status; after it, a failure is an
-event with the error object. Comments are written between events, never inside one.
+event in the protocol's form. Comments are written between events, never inside one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -32,10 +33,29 @@ def frame(data: object, *, event: str | None = None) -> bytes:
     return b"%sdata: %s\n\n" % (name, msgspec.json.encode(data))
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the streams of one protocol end.
+
+    done     what is written after the last event, also after a failure
+    failure  the bytes that tell of a failure in mid-stream
+    """
+
+    done: bytes
+    failure: Callable[[RequestError], bytes]
+
+
+COMPLETIONS_ENDING = Ending(DONE, lambda error: frame(error_object(error)))
+
+
 async def respond_with_events(
-    request: web.Request, events: AsyncGenerator[bytes, None], *, keepalive_seconds: float
+    request: web.Request,
+    events: AsyncGenerator[bytes, None],
+    *,
+    keepalive_seconds: float,
+    ending: Ending = COMPLETIONS_ENDING,
 ) -> web.StreamResponse:
-    """Send framed `events`, then `[DONE]`.
+    """Send framed `events`, then the ending.
 
     The answer begins with the first event, or after `keepalive_seconds` without one. What `events` raises
     before that is raised here; later it becomes an error event. A client that left raises CancelledError or
@@ -50,7 +70,7 @@ async def respond_with_events(
             response = web.StreamResponse(headers=_HEADERS)
             await response.prepare(request)
             async with _keepalive(response, keepalive_seconds) as writer:
-                await _send(request, writer, await _outcome(first, request), events)
+                await _send(request, writer, await _outcome(first, request), events, ending)
         finally:
             if not first.done():
                 first.cancel()
@@ -63,7 +83,7 @@ async def _outcome(first: asyncio.Future[bytes | None], request: web.Request) ->
     try:
         return await first
     except Exception as error:
-        return _as_request_error(error, request)
+        return as_request_error(error, request)
 
 
 async def _send(
@@ -71,6 +91,7 @@ async def _send(
     writer: _Writer,
     first: bytes | RequestError | None,
     events: AsyncGenerator[bytes, None],
+    ending: Ending,
 ) -> None:
     failure = first if isinstance(first, RequestError) else None
     if isinstance(first, bytes):
@@ -79,17 +100,19 @@ async def _send(
             try:
                 data = await anext(events, None)
             except Exception as error:
-                failure = _as_request_error(error, request)
+                failure = as_request_error(error, request)
             else:
                 if data is None:
                     break
                 await writer.write(data)
     if failure is not None:
-        await writer.write(frame(error_object(failure)))
-    await writer.write(DONE)
+        await writer.write(ending.failure(failure))
+    if ending.done:
+        await writer.write(ending.done)
 
 
-def _as_request_error(error: Exception, request: web.Request) -> RequestError:
+def as_request_error(error: Exception, request: web.Request) -> RequestError:
+    """What a client is told of an error in mid-stream; a fault of ours goes to the log in full."""
     if isinstance(error, RequestError):
         return error
     logger.error("request %s failed in mid-stream", request[REQUEST_ID], exc_info=error)

@@ -100,9 +100,9 @@ CLIENT = web.RequestKey("client", str)
 """Set only where a key identified the client."""
 
 
-def start_request_id(request: web.Request, prefix: str) -> str:
+def start_request_id(request: web.Request, prefix: str, *, separator: str = "-") -> str:
     """Give the request an id of the protocol's form; it is also the X-Request-Id of the answer."""
-    request_id = f"{prefix}-{uuid.uuid4().hex}"
+    request_id = f"{prefix}{separator}{uuid.uuid4().hex}"
     request[REQUEST_ID] = request_id
     return request_id
 

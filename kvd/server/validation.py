@@ -55,11 +55,22 @@ def decode_body(body: bytes, model: type[T]) -> T:
         raise invalid(None, "the request body is nested too deeply") from None
 
 
-def _describe_wrong_field(complaint: str) -> RequestError:
+def convert_value(value: object, model: type[T], path: str) -> T:
+    """A part of a decoded body as a `model`, for parts whose kind decides how they are read.
+
+    `path` is where the part lies in the body; raises a 400 `RequestError` that names it.
+    """
+    try:
+        return msgspec.convert(value, model)
+    except msgspec.ValidationError as error:
+        raise _describe_wrong_field(str(error), path) from None
+
+
+def _describe_wrong_field(complaint: str, base: str = "") -> RequestError:
     match = _COMPLAINT.match(complaint)
     assert match is not None
     what, path = match["what"], match["path"] or ""
-    param = path.partition("$")[2].lstrip(".") or None
+    param = (base + path.partition("$")[2]).lstrip(".") or None
     if missing := _MISSING.match(what):
         name = f"{param}.{missing['name']}" if param else missing["name"]
         return invalid(name, f"'{name}' is required")
