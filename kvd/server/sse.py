@@ -1,8 +1,7 @@
-"""Server-sent events: framing, keep-alive comments, and errors before and after the first byte. Event loop
-only.
+"""Server-sent events: framing, signs of life, and errors before and after the first byte. Event loop only.
 
 Invariant: until the first byte is written a failure is a proper HTTP status; after it, a failure is an
-event in the protocol's form. Comments are written between events, never inside one.
+event in the protocol's form. Signs of life are written between events, never inside one.
 """
 
 from __future__ import annotations
@@ -34,18 +33,20 @@ def frame(data: object, *, event: str | None = None) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """How the streams of one protocol end.
+class StreamForm:
+    """What the streams of one protocol have besides their events.
 
-    done     what is written after the last event, also after a failure
-    failure  the bytes that tell of a failure in mid-stream
+    done          written after the last event, also after a failure
+    failure       the bytes that tell of a failure in mid-stream
+    sign_of_life  the bytes to send when nothing else was for a while; asked for at the moment of writing
     """
 
     done: bytes
     failure: Callable[[RequestError], bytes]
+    sign_of_life: Callable[[], bytes] = lambda: COMMENT
 
 
-COMPLETIONS_ENDING = Ending(DONE, lambda error: frame(error_object(error)))
+COMPLETIONS_FORM = StreamForm(DONE, lambda error: frame(error_object(error)))
 
 
 async def respond_with_events(
@@ -53,9 +54,9 @@ async def respond_with_events(
     events: AsyncGenerator[bytes, None],
     *,
     keepalive_seconds: float,
-    ending: Ending = COMPLETIONS_ENDING,
+    form: StreamForm = COMPLETIONS_FORM,
 ) -> web.StreamResponse:
-    """Send framed `events`, then the ending.
+    """Send framed `events`, then what `form` ends with.
 
     The answer begins with the first event, or after `keepalive_seconds` without one. What `events` raises
     before that is raised here; later it becomes an error event. A client that left raises CancelledError or
@@ -69,8 +70,8 @@ async def respond_with_events(
                 first.result()  # raises what is to become a status
             response = web.StreamResponse(headers=_HEADERS)
             await response.prepare(request)
-            async with _keepalive(response, keepalive_seconds) as writer:
-                await _send(request, writer, await _outcome(first, request), events, ending)
+            async with _keepalive(response, keepalive_seconds, form) as writer:
+                await _send(request, writer, await _outcome(first, request), events, form)
         finally:
             if not first.done():
                 first.cancel()
@@ -83,7 +84,7 @@ async def _outcome(first: asyncio.Future[bytes | None], request: web.Request) ->
     try:
         return await first
     except Exception as error:
-        return as_request_error(error, request)
+        return _as_request_error(error, request)
 
 
 async def _send(
@@ -91,7 +92,7 @@ async def _send(
     writer: _Writer,
     first: bytes | RequestError | None,
     events: AsyncGenerator[bytes, None],
-    ending: Ending,
+    form: StreamForm,
 ) -> None:
     failure = first if isinstance(first, RequestError) else None
     if isinstance(first, bytes):
@@ -100,18 +101,18 @@ async def _send(
             try:
                 data = await anext(events, None)
             except Exception as error:
-                failure = as_request_error(error, request)
+                failure = _as_request_error(error, request)
             else:
                 if data is None:
                     break
                 await writer.write(data)
     if failure is not None:
-        await writer.write(ending.failure(failure))
-    if ending.done:
-        await writer.write(ending.done)
+        await writer.write(form.failure(failure))
+    if form.done:
+        await writer.write(form.done)
 
 
-def as_request_error(error: Exception, request: web.Request) -> RequestError:
+def _as_request_error(error: Exception, request: web.Request) -> RequestError:
     """What a client is told of an error in mid-stream; a fault of ours goes to the log in full."""
     if isinstance(error, RequestError):
         return error
@@ -131,20 +132,22 @@ class _Writer:
         self.written_at = self._clock()
         await self._response.write(data)
 
-    async def comment_forever(self, keepalive_seconds: float) -> None:
-        """Write a comment whenever nothing was written for `keepalive_seconds`."""
+    async def keep_alive(self, keepalive_seconds: float, form: StreamForm) -> None:
+        """Write a sign of life whenever nothing was written for `keepalive_seconds`."""
         while True:
             wait = self.written_at + keepalive_seconds - self._clock()
             if wait > 0:
                 await asyncio.sleep(wait)
             else:
-                await self.write(COMMENT)
+                await self.write(form.sign_of_life())
 
 
 @asynccontextmanager
-async def _keepalive(response: web.StreamResponse, keepalive_seconds: float) -> AsyncIterator[_Writer]:
+async def _keepalive(
+    response: web.StreamResponse, keepalive_seconds: float, form: StreamForm
+) -> AsyncIterator[_Writer]:
     writer = _Writer(response)
-    task = asyncio.create_task(writer.comment_forever(keepalive_seconds))
+    task = asyncio.create_task(writer.keep_alive(keepalive_seconds, form))
     try:
         yield writer
     finally:
