@@ -7,15 +7,26 @@ because it has left; keys, bodies and query strings are never logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 
 from aiohttp import web
 
 from kvd.errors import EngineFailure, RequestError
-from kvd.server.responses import error_response, request_too_large, short, translate_http_exception
+from kvd.server.keys import Client
+from kvd.server.messages_errors import is_messages_path, messages_error_object
+from kvd.server.responses import (
+    ErrorForm,
+    error_object,
+    error_response,
+    request_too_large,
+    short,
+    translate_http_exception,
+)
 from kvd.server.state import CLIENT, REQUEST_ID, STATE, ServerState, describe_client, start_request_id
 
 logger = logging.getLogger("kvd.server")
@@ -50,29 +61,50 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
             return web.Response(status=HTTPStatus.NO_CONTENT)
         if request.path not in OPEN_PATHS:
             headers = request.headers
-            name = state.guard.identify(headers.get("Authorization"), headers.get("x-api-key"))
-            if name is not None:
-                request[CLIENT] = name
-        return await handler(request)
+            key = state.guard.identify(headers.get("Authorization"), headers.get("x-api-key"))
+            if key is not None:
+                request[CLIENT] = Client.of_key(key)
+        with _hold(request, state):
+            return await handler(request)
     except RequestError as error:
         return _refuse(request, error)
     except web.HTTPRequestEntityTooLarge:
         return _refuse(request, request_too_large(state.settings.max_body_bytes))
     except web.HTTPException as error:
-        return translate_http_exception(error, method=request.method, path=request.rel_url.raw_path)
+        path = request.rel_url.raw_path
+        return translate_http_exception(error, method=request.method, path=path, form=_error_form(request))
     except ConnectionError:
         raise
     except Exception:
         logger.exception("request %s failed", request[REQUEST_ID])
-        return error_response(EngineFailure(f"request {request[REQUEST_ID]} failed; the server's log says why"))
+        failure = EngineFailure(f"request {request[REQUEST_ID]} failed; the server's log says why")
+        return error_response(failure, _error_form(request))
+
+
+def _error_form(request: web.Request) -> ErrorForm:
+    """Decided by the path, since much goes wrong before a handler is found."""
+    if is_messages_path(request.path):
+        return partial(messages_error_object, request_id=request[REQUEST_ID])
+    return error_object
 
 
 def _refuse(request: web.Request, error: RequestError) -> web.Response:
     """The error as an answer; a connection whose body was not understood to its end cannot carry another request."""
-    response = error_response(error)
+    response = error_response(error, _error_form(request))
     if error.status in _BODY_STATUSES or request.content.exception() is not None:
         response.force_close()
     return response
+
+
+@contextlib.contextmanager
+def _hold(request: web.Request, state: ServerState) -> Iterator[None]:
+    """What a request holds while it is answered: a place of its key's, except on control routes, and its body."""
+    is_limited = request.method == "POST" and not request.path.removeprefix("/v1").startswith("/kvd/")
+    with state.limits.hold(state.client(request)) if is_limited else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            state.bodies.release(request)
 
 
 def _check_access(request: web.Request, state: ServerState) -> None:
@@ -92,6 +124,8 @@ async def add_common_headers(request: web.Request, response: web.StreamResponse)
     headers = response.headers
     headers["Server"] = "kvd"
     headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    if is_messages_path(request.path):
+        headers["request-id"] = request.get(REQUEST_ID, "")
     if "Origin" in request.headers:
         headers["Vary"] = "Origin"
     if not request.get(_IS_ORIGIN_ALLOWED):

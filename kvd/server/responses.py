@@ -1,13 +1,13 @@
-"""JSON answers and the one error shape. Pure functions, event loop only.
+"""JSON answers and the error shape. Pure functions, event loop only.
 
 Invariant: every error that leaves the server is `{"error": {"message", "type", "param", "code", …}}` with
-these four keys always present.
+these four keys always present, unless the protocol of its route has another form.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -17,6 +17,9 @@ from aiohttp import web
 from kvd.errors import RequestError
 
 SHORT_CHARACTERS = 40
+
+ErrorForm = Callable[[RequestError], dict[str, Any]]
+"""Makes the body of an error answer."""
 
 
 def json_response(data: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -30,13 +33,13 @@ def error_object(error: RequestError) -> dict[str, Any]:
     return {"error": {**error.extra, **fields}}
 
 
-def error_response(error: RequestError) -> web.Response:
+def error_response(error: RequestError, form: ErrorForm = error_object) -> web.Response:
     headers = {}
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(error.retry_after_seconds)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_object(error), status=error.status, headers=headers)
+    return json_response(form(error), status=error.status, headers=headers)
 
 
 def invalid(param: str | None, message: str) -> RequestError:
@@ -52,7 +55,9 @@ def request_too_large(limit_bytes: int) -> RequestError:
     )
 
 
-def translate_http_exception(error: web.HTTPException, *, method: str, path: str) -> web.Response:
+def translate_http_exception(
+    error: web.HTTPException, *, method: str, path: str, form: ErrorForm = error_object
+) -> web.Response:
     """aiohttp's own refusals (unknown route, wrong method, …) in our shape."""
     if error.status == HTTPStatus.NOT_FOUND:
         message = f"there is no route {method} {short(path)}"
@@ -62,7 +67,7 @@ def translate_http_exception(error: web.HTTPException, *, method: str, path: str
     else:
         message = error.reason
     kind = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-    response = error_response(RequestError(message, status=error.status, kind=kind))
+    response = error_response(RequestError(message, status=error.status, kind=kind), form)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response
