@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvd.core import KVEviction, Request, SamplingParams, TokenEvent
@@ -19,28 +19,38 @@ from kvd.server.interfaces import TokenStream
 from kvd.server.logprobs import LogprobTracker, TokenLogprob
 from kvd.server.state import ServerState
 from kvd.text.detokenizer import OutputStream
+from kvd.text.output_parser import OutputParser
+from kvd.text.parts import Part
 
 StopReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one wake-up adds to one choice; the last piece of a choice has a finish reason."""
+    """What one wake-up adds to one choice; the last piece of a choice has a finish reason.
+
+    parts: the same text as an answer's parts, where the job has parsers.
+    """
 
     index: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: StopReason | None = None
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one HTTP request, summed over its choices. Dropped tokens: None where none may be."""
+    """Token counts of one HTTP request, summed over its choices; a prompt that several choices share counts once.
+
+    Dropped tokens: None where none may be.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     num_dropped_tokens: int | None = None
+    num_reasoning_tokens: int = 0
 
     def to_json(self) -> dict[str, object]:
         drops = {} if self.num_dropped_tokens is None else {"kvd": {"dropped_tokens": self.num_dropped_tokens}}
@@ -49,7 +59,7 @@ class Usage:
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             **drops,
         }
 
@@ -57,16 +67,30 @@ class Usage:
 class Choice:
     """One sequence that is being generated."""
 
-    def __init__(self, index: int, stream: TokenStream, output: OutputStream, tracker: LogprobTracker | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        stream: TokenStream,
+        output: OutputStream,
+        tracker: LogprobTracker | None,
+        parser: OutputParser | None,
+    ) -> None:
         self.index = index
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_dropped_tokens = 0
+        self.num_reasoning_tokens = 0
         self._stream = stream
         self._output = output
         self._tracker = tracker
+        self._parser = parser
         self._has_ended = False
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id."""
+        return self._stream.request_id
 
     def abort(self) -> None:
         self._stream.abort()
@@ -75,7 +99,7 @@ class Choice:
         """Pieces as they come; raises a `RequestError` when the engine ends the request by a fault or abort."""
         async for events in self._stream:
             piece = self._take(events)
-            if piece.text or piece.logprobs or piece.finish_reason is not None:
+            if piece.text or piece.logprobs or piece.parts or piece.finish_reason is not None:
                 yield piece
             if self._has_ended:
                 return
@@ -83,6 +107,7 @@ class Choice:
 
     def _take(self, events: Sequence[TokenEvent]) -> Piece:
         texts: list[str] = []
+        parts: list[Part] = []
         finish_reason: StopReason | None = None
         for event in events:
             self._count(event)
@@ -90,16 +115,30 @@ class Choice:
                 if self._tracker is not None:
                     self._tracker.add(event.logprobs)
                 texts.append(self._output.push([event.token_id]))
-            if self._output.stopped:
+                self._parse(texts[-1], parts)
+            if self._output.stopped or (self._parser is not None and self._parser.is_complete):
                 self._stream.abort("stop")  # the engine may be a few tokens ahead; they are neither sent nor counted
                 finish_reason = "stop"
                 break
             if event.finish_reason is not None:
                 finish_reason = _stop_reason(event)
                 texts.append(self._output.finish())
+                self._parse(texts[-1], parts)
         self._has_ended = finish_reason is not None
+        if finish_reason is not None and self._parser is not None:
+            parts += self._parser.finish(finish_reason, self._output.stop_string)
         logprobs = () if self._tracker is None else tuple(self._tracker.take())
-        return Piece(self.index, "".join(texts), logprobs, finish_reason)
+        return Piece(self.index, "".join(texts), logprobs, finish_reason, tuple(parts))
+
+    def _parse(self, text: str, parts: list[Part]) -> None:
+        """A token that begins, continues or ends the reasoning counts as a part of it."""
+        parser = self._parser
+        if parser is None:
+            return
+        was_reasoning = parser.is_reasoning
+        if text:
+            parts += parser.push(text)
+        self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
 
     def _count(self, event: TokenEvent) -> None:
         self.num_prompt_tokens = event.num_prompt_tokens
@@ -129,9 +168,18 @@ def _stop_reason(event: TokenEvent) -> StopReason:
 class Generation:
     """The choices of one HTTP request, submitted together."""
 
-    def __init__(self, state: ServerState, request_id: str, choices: list[Choice], *, forgets_tokens: bool) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        request_id: str,
+        choices: list[Choice],
+        *,
+        forgets_tokens: bool,
+        choices_per_prompt: int,
+    ) -> None:
         self.request_id = request_id
         self.forgets_tokens = forgets_tokens
+        self._choices_per_prompt = choices_per_prompt
         self._state = state
         self._choices = choices
         self._num_complete = 0
@@ -143,12 +191,18 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
+        first_of_prompts = self._choices[:: self._choices_per_prompt]
         return Usage(
-            sum(choice.num_prompt_tokens for choice in self._choices),
-            sum(choice.num_cached_tokens for choice in self._choices),
+            sum(choice.num_prompt_tokens for choice in first_of_prompts),
+            sum(choice.num_cached_tokens for choice in first_of_prompts),
             sum(choice.num_output_tokens for choice in self._choices),
             sum(choice.num_dropped_tokens for choice in self._choices) if self.forgets_tokens else None,
+            sum(choice.num_reasoning_tokens for choice in self._choices),
         )
+
+    def engine_id(self, index: int) -> str:
+        """The engine's id of one choice."""
+        return self._choices[index].request_id
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices in the order in which they come."""
@@ -196,7 +250,11 @@ async def _merge(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """What an endpoint wants generated: one engine request per prompt."""
+    """What an endpoint wants generated: `choices_per_prompt` engine requests per prompt.
+
+    The choice `j` of prompt `i` has the index `i * choices_per_prompt + j`. With `make_parser` each choice's text is
+    taken apart by a parser of its own.
+    """
 
     request_id: str
     endpoint: str
@@ -209,10 +267,17 @@ class GenerationJob:
     cache_salt: str
     kv_eviction: KVEviction
     kv_budget_tokens: int | None
+    choices_per_prompt: int = 1
+    make_parser: Callable[[], OutputParser] | None = None
 
     def requests(self) -> list[Request]:
         arrival = time.monotonic()
-        is_single = len(self.prompts) == 1
+        is_single = len(self.prompts) * self.choices_per_prompt == 1
+        choices = [
+            (prompt, _with_own_seed(sampling, number))
+            for prompt, sampling in zip(self.prompts, self.samplings, strict=True)
+            for number in range(self.choices_per_prompt)
+        ]
         return [
             Request(
                 request_id=self.request_id if is_single else f"{self.request_id}-{index}",
@@ -227,8 +292,15 @@ class GenerationJob:
                 kv_eviction=self.kv_eviction,
                 kv_budget_tokens=self.kv_budget_tokens,
             )
-            for index, (prompt, sampling) in enumerate(zip(self.prompts, self.samplings, strict=True))
+            for index, (prompt, sampling) in enumerate(choices)
         ]
+
+
+def _with_own_seed(sampling: SamplingParams, number: int) -> SamplingParams:
+    """Choices of one prompt differ from each other, and a seeded request still gives the same ones every time."""
+    if not number or sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
 
 
 @contextmanager
@@ -243,7 +315,13 @@ def run_generation(state: ServerState, job: GenerationJob) -> Iterator[Generatio
     try:
         for request in requests:
             choices.append(_start(state, job, request))
-        yield Generation(state, job.request_id, choices, forgets_tokens=job.kv_eviction != "none")
+        yield Generation(
+            state,
+            job.request_id,
+            choices,
+            forgets_tokens=job.kv_eviction != "none",
+            choices_per_prompt=job.choices_per_prompt,
+        )
     finally:
         for choice in choices:
             choice.abort()
@@ -260,4 +338,5 @@ def _start(state: ServerState, job: GenerationJob, request: Request) -> Choice:
         track_tokens=wants_logprobs,
     )
     tracker = LogprobTracker(state.text, output) if wants_logprobs else None
-    return Choice(request.choice_index, state.engine.submit(request), output, tracker)
+    parser = None if job.make_parser is None else job.make_parser()
+    return Choice(request.choice_index, state.submit(request), output, tracker, parser)
