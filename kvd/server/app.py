@@ -9,7 +9,7 @@ from aiohttp import web
 
 from kvd.errors import RequestError
 from kvd.observe.event_log import EventLog
-from kvd.server import cache_control, control, operations
+from kvd.server import cache_control, control, operations, responses_api
 from kvd.server.chat import chat_completions
 from kvd.server.completions import completions
 from kvd.server.guard import Guard
@@ -23,6 +23,7 @@ from kvd.text.text_model import TextModel
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/completions", completions),
+    ("POST", "/responses", responses_api.responses),
     ("GET", "/models", operations.list_models),
     ("GET", "/models/{model:.+}", operations.retrieve_model),
     ("GET", "/health", operations.health),
