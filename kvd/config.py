@@ -8,9 +8,7 @@ model; `Config()` is what an empty file means. Importing this needs the standard
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvd.config_fields import Setting, setting, table
 from kvd.config_kinds import (
@@ -24,6 +22,7 @@ from kvd.config_kinds import (
     Text,
     TextList,
 )
+from kvd.config_server import ServerConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -48,7 +47,7 @@ NOT_YET = "in this version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class Config(ServerConfig):
     """Everything that can be set. Sizes are in bytes, durations in seconds, unless a name says otherwise."""
 
     # ------------------------------------------------------------------ Model
@@ -293,69 +292,6 @@ class Config:
         origin="kvd",
     )
 
-    # ------------------------------------------------------------------ Server
-    host: str = setting(
-        "127.0.0.1",
-        Text("a host name or an address"),
-        "Server",
-        "Address to listen on. Any but a loopback address needs api_key or insecure.",
-    )
-    port: int = setting(8000, Integer(0, 65535), "Server", "Port to listen on; 0 takes a free one.")
-    api_key: tuple[str, ...] = setting(
-        (),
-        TextList("a key or a list of keys"),
-        "Server",
-        "Key, or keys, of which a client must send one.",
-        null_means="no key is needed",
-        environment="KVD_API_KEY",
-        secret=True,
-    )
-    insecure: bool = setting(
-        False,
-        Boolean(),
-        "Server",
-        "Allow a host that other machines reach without any key.",
-        origin="kvd",
-    )
-    allowed_hosts: tuple[str, ...] = setting(
-        (),
-        TextList("a host name or a list of them", commas=True),
-        "Server",
-        "Further Host headers to accept; loopback names and the bound host always are.",
-        null_means="none",
-        origin="kvd",
-    )
-    allowed_origins: tuple[str, ...] = setting(
-        (),
-        TextList("an origin such as https://chat.example.org, or a list of them", commas=True),
-        "Server",
-        "Web pages' origins that may call the server from a browser; localhost always may, * is everybody.",
-        null_means="none",
-    )
-    max_body_size: int = setting(64 * 2**20, Size(1024), "Server", "Largest body of a request.", origin="kvd")
-    dashboard: bool | None = setting(
-        None,
-        Boolean(has_auto=True),
-        "Server",
-        "Show the dashboard in the terminal; auto does where there is one, and logs to stderr elsewhere.",
-        origin="kvd",
-    )
-    log_level: str = setting(
-        "info",
-        Choice(("debug", "info", "warning", "error"), {"warn": "warning"}),
-        "Server",
-        "Least important messages to log.",
-        origin="kvd",
-    )
-    home: str = setting(
-        "~/.cache/kvd",
-        Text("a directory"),
-        "Server",
-        "Where downloads, prepared models, saved sessions and crash logs live.",
-        origin="kvd",
-        environment="KVD_HOME",
-    )
-
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names that clients may ask for; never empty."""
@@ -366,13 +302,10 @@ class Config:
         """`target_itl_ms` in seconds; None without a target."""
         return self.target_itl_ms / 1000 if self.target_itl_ms else None
 
-    @property
-    def home_path(self) -> Path:
-        """`home` with a leading `~` expanded, absolute."""
-        return Path(os.path.expanduser(self.home)).absolute()
 
+SECTIONS: tuple[str, ...] = ("Model", "Memory", "Cache", "Scheduling", "Server")
 
-SETTINGS: dict[str, Setting] = table(Config)
-"""Every setting by name, in the order of declaration."""
-
-SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(row.section for row in SETTINGS.values()))
+SETTINGS: dict[str, Setting] = dict(
+    sorted(table(Config).items(), key=lambda item: SECTIONS.index(item[1].section))  # inherited fields come first
+)
+"""Every setting by name, section by section, in the order of declaration."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from kvd.config import SETTINGS, Config
+from kvd.config_keys import check_keys, read_key_file
 from kvd.config_kinds import short
 from kvd.errors import ConfigError
 
@@ -111,19 +113,19 @@ def _check_device(config: Config, where: Where) -> None:
 
 
 def _check_access(config: Config, where: Where) -> None:
-    for key in config.api_key:
-        if key != key.strip():
-            raise ConfigError(f"{where('api_key')}: the key begins or ends with a blank; clients would fail with 401")
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(
-                f"{where('api_key')}: expected printable ASCII without blanks, which HTTP headers can carry"
-            )
-    if len(set(config.api_key)) != len(config.api_key):
-        raise ConfigError(f"{where('api_key')}: the same key stands there twice")
-    if not is_loopback(config.host) and not config.api_key and not config.insecure:
+    check_keys(config.api_key, where("api_key"))
+    if config.api_key_file is not None:
+        keys = (*config.api_key, *read_key_file(Path(config.api_key_file)))
+        check_keys(keys, f"{where('api_key_file')}, beside api_key")
+    has_key = config.api_key or config.api_key_file is not None
+    if not is_loopback(config.host) and not has_key and not config.insecure:
         raise ConfigError(
             f"{where('host')}: {short(config.host)} can be reached from other machines: add --api-key KEY (or api_key "
             "in the file, or KVD_API_KEY), or --insecure to serve everybody"
+        )
+    if config.max_body_bytes_in_flight < config.max_body_size:
+        raise ConfigError(
+            f"{where('max_body_bytes_in_flight')}: less than max_body_size, so the largest body could never arrive"
         )
     for origin in config.allowed_origins:
         scheme, separator, rest = origin.partition("://")

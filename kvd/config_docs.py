@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 
 from kvd.config import SECTIONS, SETTINGS, Config
 from kvd.config_fields import Setting
+from kvd.config_keys import ApiKeys
 from kvd.config_kinds import Boolean, Choice, TextList
 from kvd.config_vllm import FOREIGN_SETTINGS, ForeignSetting
 
@@ -101,19 +101,18 @@ def flag_usage(setting: Setting) -> str:
     """A flag as help shows it: `--port N`, `--insecure, --no-insecure`."""
     if isinstance(setting.kind, Boolean):
         return f"{setting.flag}, --no-{setting.flag[2:]}"
-    many = " …" if isinstance(setting.kind, TextList) else ""
+    many = " …" if isinstance(setting.kind, TextList | ApiKeys) else ""
     return f"{setting.flag} {setting.kind.metavar}{many}"
 
 
 def resolved_yaml(config: Config, origins: Mapping[str, str]) -> str:
     """What `kvd check` prints: every setting with its value, and where a value that was set came from."""
     lines = []
-    for field in fields(config):
-        setting = SETTINGS[field.name]
-        value = getattr(config, field.name)
+    for name, setting in SETTINGS.items():
+        value = getattr(config, name)
         shown = "(hidden)" if setting.secret and value else setting.show(value)
-        origin = f"  # {origins[field.name]}" if field.name in origins else ""
-        lines.append(f"{field.name}: {shown}{origin}")
+        origin = f"  # {origins[name]}" if name in origins else ""
+        lines.append(f"{name}: {shown}{origin}")
     return "\n".join(lines) + "\n"
 
 

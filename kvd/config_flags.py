@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvd.config import SETTINGS
+from kvd.config_keys import ApiKeys
 from kvd.config_kinds import Boolean, TextList, ValueRefused, short
 from kvd.config_load import Entry, unknown_name
 from kvd.config_vllm import FOREIGN_SETTINGS, SHORT_FLAGS
@@ -79,7 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
             parser.add_argument(*flags, action="store_const", const="true", dest=name)
             parser.add_argument(_NEGATION + flags[0][2:], action="store_const", const="false", dest=name)
         else:
-            many = name in SETTINGS and isinstance(SETTINGS[name].kind, TextList)
+            many = name in SETTINGS and isinstance(SETTINGS[name].kind, TextList | ApiKeys)
             parser.add_argument(*flags, nargs="+" if many else None, dest=name)
     return parser
 

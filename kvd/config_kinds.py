@@ -29,7 +29,7 @@ _SIZE_UNITS = {
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SUFFIXED = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmMgGtT])")
-_SIZED = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKmMgGtT]?i?[bB])")
+_SIZED = re.compile(r"([0-9]+(?:\.[0-9]+)?) *((?:[kKmMgGtT]i?)?[bB])")
 _MAX_ECHO = 80
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
@@ -77,7 +77,7 @@ def _text(raw: RawValue, expected: str) -> str:
     return raw
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """`text` as a YAML scalar that reads back as itself."""
     plain = re.fullmatch(r"[A-Za-z0-9/._~][A-Za-z0-9/._~+@-]*(:[A-Za-z0-9/._~+@-]+)*", text) is not None
     reserved = text.lower() in {"null", "~", "", *(_TRUE - {"1"}), *(_FALSE - {"0"})}
@@ -248,7 +248,7 @@ class Text:
         return os.path.expanduser(text) if self.is_path else text
 
     def show(self, value: str) -> str:
-        return _quoted(value)
+        return quoted(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +278,8 @@ class TextList:
 
     def show(self, value: tuple[str, ...]) -> str:
         if len(value) == 1 and not value[0].lstrip().startswith("["):
-            return _quoted(value[0])
-        return "[" + ", ".join(_quoted(entry) for entry in value) + "]"
+            return quoted(value[0])
+        return "[" + ", ".join(quoted(entry) for entry in value) + "]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,4 +320,4 @@ class DiskCacheKind:
         return DiskCache(os.path.expanduser(parts["path"]), size)
 
     def show(self, value: DiskCache) -> str:
-        return f"{{path: {_quoted(value.path)}, size: {Size().show(value.size_bytes)}}}"
+        return f"{{path: {quoted(value.path)}, size: {Size().show(value.size_bytes)}}}"

@@ -12,6 +12,7 @@ import pytest
 
 from kvd.config import SETTINGS, Config
 from kvd.config_flags import parse_flags
+from kvd.config_keys import ApiKey
 from kvd.config_kinds import DiskCache, scaled_integer, size_in_bytes
 from kvd.config_load import LoadedConfig, load_config, read_file
 from kvd.config_vllm import FOREIGN_SETTINGS, NAMES_ELSEWHERE, SHORT_FLAGS
@@ -196,13 +197,13 @@ def test_no_name_is_both_ours_and_foreign() -> None:
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     text = "api_key: from-file\nhome: /from-file\nport: 1\n"
     assert from_text(tmp_path, "").config.api_key == ()
-    assert from_text(tmp_path, text).config.api_key == ("from-file",)
+    assert from_text(tmp_path, text).config.api_key == (ApiKey("key 1", "from-file"),)
     environment = {"KVD_API_KEY": "from-environment", "KVD_HOME": "/from-environment"}
     loaded = from_text(tmp_path, text, **environment)
-    assert loaded.config.api_key == ("from-environment",)
+    assert loaded.config.api_key == (ApiKey("key 1", "from-environment"),)
     assert loaded.config.home_path == Path("/from-environment")
     loaded = from_text(tmp_path, text, "--api-key from-flag --port 2", **environment)
-    assert (loaded.config.api_key, loaded.config.port) == (("from-flag",), 2)
+    assert (loaded.config.api_key, loaded.config.port) == ((ApiKey("key 1", "from-flag"),), 2)
     assert loaded.origins["home"] == "KVD_HOME"
 
 
@@ -250,7 +251,7 @@ def test_the_model_may_stand_alone() -> None:
 
 def test_texts_stay_as_they_are_written(tmp_path: Path) -> None:
     """YAML would read these as an octal number, a boolean and a float."""
-    assert from_text(tmp_path, "api_key: 0123\n").config.api_key == ("0123",)
+    assert from_text(tmp_path, "api_key: 0123\n").config.api_key == (ApiKey("key 1", "0123"),)
     assert from_text(tmp_path, "served_model_name: [on, 1e3]\n").config.served_model_name == ("on", "1e3")
 
 

@@ -10,10 +10,12 @@ from aiohttp import web
 from kvd.errors import RequestError
 from kvd.observe.event_log import EventLog
 from kvd.server import cache_control, control, operations, responses_api
+from kvd.server.bodies import BodyBudget
 from kvd.server.chat import chat_completions
 from kvd.server.completions import completions
 from kvd.server.guard import Guard
 from kvd.server.interfaces import GenerationEngine
+from kvd.server.limits import Limits
 from kvd.server.middleware import Handler, add_common_headers, boundary
 from kvd.server.responses import error_response, short
 from kvd.server.settings import ServerSettings
@@ -51,7 +53,13 @@ def build_app(
     """The application for one engine; run it with `kvd.server.lifecycle.serve`."""
     app = web.Application(middlewares=[boundary], client_max_size=config.max_body_bytes)
     app[STATE] = ServerState(
-        engine=engine, text=text, settings=config, guard=Guard(config), event_log=event_log or EventLog()
+        engine=engine,
+        text=text,
+        settings=config,
+        guard=Guard(config),
+        limits=Limits(config.max_waiting),
+        bodies=BodyBudget(config.max_body_bytes_in_flight),
+        event_log=event_log or EventLog(),
     )
     for method, path, handler in ROUTES:
         for prefix in ("", "/v1"):

@@ -11,9 +11,9 @@ from typing import TypeVar
 from aiohttp import web
 
 from kvd.errors import ContextLengthExceeded, RequestError
+from kvd.server.bodies import read_body
 from kvd.server.chat_types import ChatRequest
 from kvd.server.completion_types import Prompt
-from kvd.server.responses import request_too_large
 from kvd.server.state import ServerState
 from kvd.server.validation import decode_body
 
@@ -27,17 +27,8 @@ INLINE_BODY_BYTES = 128 * 1024
 
 
 async def read_request(request: web.Request, state: ServerState, model: type[T]) -> T:
-    """The body as a `model`; raises 400, 408 and 413 as `RequestError`s."""
-    limit = state.settings.max_body_bytes
-    if request.content_length is not None and request.content_length > limit:
-        raise request_too_large(limit)
-    try:
-        async with asyncio.timeout(state.settings.body_timeout_seconds):
-            body = await request.read()
-    except TimeoutError:
-        raise RequestError("the request body did not arrive in time", status=408) from None
-    except web.RequestPayloadError:
-        raise RequestError("the request body is broken: its chunks or its compression are not valid") from None
+    """The body as a `model`; raises 400, 408, 413 and 503 as `RequestError`s."""
+    body = await read_body(request, state.settings, state.bodies)
     if len(body) <= INLINE_BODY_BYTES:
         return decode_body(body, model)
     return await asyncio.to_thread(decode_body, body, model)

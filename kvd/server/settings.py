@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from kvd.config_keys import ApiKey
 from kvd.core import KVEviction
 
 
@@ -26,10 +28,13 @@ class ServerSettings:
     end_token_ids        the model's end tokens; generation stops at them unless a request ignores them
     kv_eviction          which tokens a request forgets that does not choose for itself
     host                 the address that is listened on; a Host header that names it is accepted
-    api_keys             pairs (name, key); empty: no key is needed
+    api_keys             keys with their names and limits; without any, here or in the file, no key is needed
+    api_key_file         a file with further keys, which is read again when it changes
     allowed_hosts        Host names beyond loopback names and `host`; `*` accepts all
     allowed_origins      browser origins beyond localhost's, as `https://name:port`; `*` accepts all
     max_body_bytes       largest request body
+    max_body_bytes_in_flight  most bytes of bodies of all requests that are being answered
+    max_waiting          how many requests the engine lets wait; limits of keys are parts of it
     body_timeout_seconds how long a client may take to send a body
     keepalive_seconds    an SSE comment is sent when nothing else was for so long
     snapshot_seconds     interval of the snapshots on /kvd/events
@@ -42,10 +47,13 @@ class ServerSettings:
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     kv_eviction: KVEviction = "none"
     host: str = "127.0.0.1"
-    api_keys: tuple[tuple[str, str], ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
+    max_body_bytes_in_flight: int = 512 * 2**20
+    max_waiting: int = 256
     body_timeout_seconds: float = 120.0
     keepalive_seconds: float = 15.0
     snapshot_seconds: float = 0.5

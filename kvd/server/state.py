@@ -8,15 +8,19 @@ import asyncio
 import hashlib
 import uuid
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
+from kvd.core import Request
 from kvd.errors import RequestError, ServerOverloaded
 from kvd.observe.event_log import EventLog
 from kvd.observe.metrics import MetricsExporter
+from kvd.server.bodies import BodyBudget
 from kvd.server.guard import Guard
-from kvd.server.interfaces import GenerationEngine
+from kvd.server.interfaces import GenerationEngine, TokenStream
+from kvd.server.keys import Client
+from kvd.server.limits import Limits
 from kvd.server.responses import short
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
@@ -34,6 +38,8 @@ class ServerState:
     text: TextModel
     settings: ServerSettings
     guard: Guard
+    limits: Limits
+    bodies: BodyBudget
     event_log: EventLog
     metrics: MetricsExporter = field(default_factory=MetricsExporter)
     is_draining: bool = False
@@ -54,6 +60,20 @@ class ServerState:
     def engine_ids(self, request_id: str) -> tuple[str, ...]:
         """The engine's ids behind the one that an answer carries, whether it runs or has ended; any other as it is."""
         return self.active.get(request_id) or self.recent_choices.get(request_id) or (request_id,)
+
+    def client(self, request: web.Request) -> Client:
+        """Who asks, with the limits of the key that was used."""
+        return request[CLIENT] if CLIENT in request else Client(describe_client(request))
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue an engine request under the limits of its client's key, and in that key's own part of the cache."""
+        key = self.guard.key_ring.find(request.client)
+        if key is None:
+            return self.engine.submit(request)
+        client = Client.of_key(key)
+        if client.salt:
+            request = replace(request, cache_salt=f"{client.salt} {request.cache_salt}")
+        return self.limits.submit(client, lambda: self.engine.submit(request))
 
     def is_running(self, request_id: str) -> bool:
         """Whether an answer of this id, or a choice of one, is being made."""
@@ -96,7 +116,7 @@ class ServerState:
 STATE = web.AppKey("state", ServerState)
 
 REQUEST_ID = web.RequestKey("request_id", str)
-CLIENT = web.RequestKey("client", str)
+CLIENT = web.RequestKey("client", Client)
 """Set only where a key identified the client."""
 
 
@@ -110,7 +130,7 @@ def start_request_id(request: web.Request, prefix: str, *, separator: str = "-")
 def describe_client(request: web.Request) -> str:
     """Who asks, for people: the key's name, else user agent and address."""
     if CLIENT in request:
-        return request[CLIENT]
+        return request[CLIENT].name
     agent = short(request.headers.get("User-Agent", "unknown"), 60)
     return f"{agent} {request.remote or 'unknown'}"
 

@@ -63,7 +63,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> BenchOptions:
     if starts_own:
         line = parse_flags(rest)
         keys = load_config(line.config_path, line.entries, environment).config.api_key
-        api_key = keys[0] if keys else None
+        api_key = keys[0].key if keys else None
     allow_remote = chosen.allow_remote
     for name in ("model_against", "api_key_against"):
         if values[name] is not None and chosen.against is None:

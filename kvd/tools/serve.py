@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
@@ -48,6 +49,8 @@ SWITCH_INTERVAL_SECONDS = 0.0002
 """How long a thread that comes back from C may wait for the interpreter; a decode step is shorter than the
 default of 5 ms."""
 
+_KEY_SOURCES = ("api_key", "api_key_file")
+
 log = get_logger("serve")
 
 
@@ -73,7 +76,7 @@ def run(loaded: LoadedConfig) -> int:
                 app,
                 sockets,
                 logging,
-                key_origin=loaded.origins.get("api_key", ""),
+                key_origin=" and ".join(loaded.origins[name] for name in _KEY_SOURCES if name in loaded.origins),
                 shows_dashboard=shows_dashboard,
             )
         for line in budget_lines(engine.info):
@@ -147,10 +150,13 @@ def server_settings(config: Config, info: EngineInfo, files: ModelFiles) -> Serv
         default_sampling=SamplingDefaults(**known),
         kv_eviction=cast(KVEviction, config.kv_eviction),
         host=config.host,
-        api_keys=tuple((f"key {number}", key) for number, key in enumerate(config.api_key, 1)),
+        api_keys=config.api_key,
+        api_key_file=None if config.api_key_file is None else Path(config.api_key_file),
         allowed_hosts=config.allowed_hosts,
         allowed_origins=config.allowed_origins,
         max_body_bytes=config.max_body_size,
+        max_body_bytes_in_flight=config.max_body_bytes_in_flight,
+        max_waiting=config.max_waiting,
     )
 
 
@@ -253,7 +259,7 @@ class _Service:
         return 0
 
     def _announce(self) -> None:
-        needs_key = bool(self._config.api_key)
+        needs_key = bool(self._config.api_key or self._config.api_key_file)
         for line in client_lines(self._url, self._engine.info, needs_key=needs_key, key_origin=self._key_origin):
             print(line, file=sys.stderr)
 

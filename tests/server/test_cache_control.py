@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvd.config_keys import ApiKey
 from kvd.server.state import MAX_RECENT_CHOICES, STATE
 from tests.server.conftest import USER, Harness, StartServer
 
@@ -44,7 +45,7 @@ async def finished_pair(harness: Harness) -> str:
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 async def test_routes_need_the_key_and_refuse_foreign_pages(start_server: StartServer, method: str, path: str) -> None:
-    harness = await start_server(api_keys=(("me", "secret"),))
+    harness = await start_server(api_keys=(ApiKey("me", "secret"),))
     assert (await harness.call(method, path, {"chain": CHAIN}))[0] == 401
     headers = {"Authorization": "Bearer secret", "Origin": "https://evil.example"}
     assert (await harness.call(method, path, {"chain": CHAIN}, headers=headers))[0] == 403

@@ -7,6 +7,7 @@ import asyncio
 import openai
 import pytest
 
+from kvd.config_keys import ApiKey
 from kvd.server.chat_types import ChatRequest
 from tests.server.conftest import USER, Harness, StartServer
 from tests.server.fakes import END, MAX_MODEL_LEN, MODEL, parse_events
@@ -159,7 +160,7 @@ async def test_logprobs_are_null_when_not_asked_for(harness: Harness) -> None:
 
 
 async def test_request_reaches_the_engine_as_it_was_meant(start_server: StartServer) -> None:
-    harness = await start_server(api_keys=(("robot", "k"),))
+    harness = await start_server(api_keys=(ApiKey("robot", "k"),))
     await harness.client("k").chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],

@@ -7,11 +7,12 @@ from typing import Any
 import openai
 import pytest
 
+from kvd.config_keys import ApiKey
 from kvd.server.app import ROUTES
 from tests.server.conftest import USER, Harness, StartServer
 from tests.server.fakes import MODEL
 
-KEYS = (("alice", "key-a"), ("bob", "clé-b"))
+KEYS = (ApiKey("alice", "key-a"), ApiKey("bob", "clé-b"))
 LOCAL_PAGE = "http://localhost:3000"
 PREFLIGHT = {
     "Access-Control-Request-Method": "POST",
