@@ -10,13 +10,14 @@ tokenizer's own post-processor would do.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvd.errors import RequestError
 from kvd.text.chat_template import ChatTemplate
 from kvd.text.detokenizer import OutputStream
+from kvd.text.grammar import GrammarCompiler
 from kvd.text.tokenizer import Tokenizer
 
 
@@ -123,3 +124,7 @@ class TextModel:
             continues_text=continues_text,
             track_tokens=track_tokens,
         )
+
+    def open_grammars(self, *, end_token_ids: Iterable[int], num_logits: int) -> GrammarCompiler:
+        """What compiles grammars for this vocabulary; see there."""
+        return GrammarCompiler(self._tokenizer, end_token_ids=end_token_ids, num_logits=num_logits)

@@ -38,6 +38,7 @@ class Tokenizer:
     """One model's tokenizer.
 
     control      which of its tokens are control tokens
+    control_ids  their ids by text
     table        the bytes of every token
     vocab_size   one more than the highest token id
     """
@@ -63,9 +64,9 @@ class Tokenizer:
                 and not token["content"].isspace()
             }
             self.control = ControlTokens(hidden.values(), visible.values())
-            self._control_ids = {text: id_ for id_, text in (hidden | visible).items()}
+            self.control_ids = {text: id_ for id_, text in (hidden | visible).items()}
             secret = secrets.token_hex(16)
-            self._secret_names = {text: f"\ue000{secret}.{id_}\ue001" for text, id_ in self._control_ids.items()}
+            self._secret_names = {text: f"\ue000{secret}.{id_}\ue001" for text, id_ in self.control_ids.items()}
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(_renamed(content, self._secret_names)))
         except StartupError:
             raise
@@ -74,7 +75,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: not a tokenizer that can be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        for text, token_id in self._control_ids.items():
+        for text, token_id in self.control_ids.items():
             if self._tokenizer.token_to_id(self._secret_names[text]) != token_id:
                 raise CheckpointError(f"{path}: the added token {text!r} does not get its id {token_id}")
         self.vocab_size = len(self.table.token_bytes)
