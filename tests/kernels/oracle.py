@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvd_kernels.kv_format import BLOCK_TOKENS, GroupFormat, LayerFormat, k_index, v_index
 from kvd_kernels.weights import FloatWeight, Int4Weight, Linear, WeightMatrix
@@ -75,6 +76,21 @@ def linear(x: Array, layer: Linear, residual: Array | None) -> tuple[Array, Arra
         result = result + residual
         total = total + np.abs(residual)
     return result, total, np.concatenate(slack, axis=1)
+
+
+def rounding_to_16_bits(x: Array, layer: Linear, dtype: torch.dtype) -> Array:
+    """What the Triton kernels' rounding of weights to the activations' dtype can change: float64 [rows, N].
+
+    They hold floats in 16 bits, and integer weights of a group that 32 does not divide, unless it is the whole row; the
+    others are exact.
+    """
+    slack = []
+    for part in layer.parts:
+        exact = dense(part)
+        is_held = isinstance(part, FloatWeight) or (part.group_size % 32 and part.group_size != part.num_inputs)
+        held = torch.from_numpy(exact).to(dtype).double().numpy() if is_held else exact
+        slack.append(np.abs(x) @ np.abs(held - exact).T)
+    return np.concatenate(slack, axis=1)
 
 
 def linear_a8(x: npt.NDArray[np.float32], weight: WeightMatrix) -> npt.NDArray[np.float32]:
