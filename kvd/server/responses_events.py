@@ -268,11 +268,12 @@ def _failure_code(error: RequestError) -> str:
 
 
 def _usage_object(usage: Usage) -> dict[str, Any]:
+    """Newer clients require `cache_write_tokens`, which are charged apart elsewhere; here nothing is."""
     counts = usage.to_json()
     drops = {"kvd": counts["kvd"]} if "kvd" in counts else {}
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": counts["prompt_tokens_details"],
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": counts["completion_tokens_details"],
         "total_tokens": counts["total_tokens"],
