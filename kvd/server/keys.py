@@ -54,14 +54,15 @@ class KeyRing:
         self._file_state = _state_of(path)
         self._checked_at = clock()
         self._keys = self._read()
+        self._known = {each.name: each for each in self._keys}
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
         return self._keys
 
     def find(self, name: str) -> ApiKey | None:
-        """The key of that name."""
-        return next((each for each in self._keys if each.name == name), None)
+        """The key of that name, also of one that was valid when its request came and is no more."""
+        return self._known.get(name)
 
     def refresh(self) -> None:
         """Read the file again where it has changed."""
@@ -78,6 +79,7 @@ class KeyRing:
         except ConfigError as error:
             logger.error("%s; the keys that were valid before stay so", error)
         else:
+            self._known.update({each.name: each for each in self._keys})
             logger.info("%s was read again: %d keys are valid", self._path, len(self._keys))
 
     def _read(self) -> tuple[ApiKey, ...]:

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from kvd.errors import EngineFailure, RequestError
+from kvd.server.base_url import mend_base_url
 from kvd.server.keys import Client
 from kvd.server.messages_errors import is_messages_path, messages_error_object
 from kvd.server.responses import (
@@ -72,7 +73,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refuse(request, request_too_large(state.settings.max_body_bytes))
     except web.HTTPException as error:
         path = request.rel_url.raw_path
-        return translate_http_exception(error, method=request.method, path=path, form=_error_form(request))
+        hint = mend_base_url(path, f"{request.scheme}://{short(request.host, 100)}")
+        return translate_http_exception(error, method=request.method, path=path, form=_error_form(request), hint=hint)
     except ConnectionError:
         raise
     except Exception:

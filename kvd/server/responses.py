@@ -56,11 +56,11 @@ def request_too_large(limit_bytes: int) -> RequestError:
 
 
 def translate_http_exception(
-    error: web.HTTPException, *, method: str, path: str, form: ErrorForm = error_object
+    error: web.HTTPException, *, method: str, path: str, form: ErrorForm = error_object, hint: str | None = None
 ) -> web.Response:
-    """aiohttp's own refusals (unknown route, wrong method, …) in our shape."""
+    """aiohttp's own refusals (unknown route, wrong method, …) in our shape; `hint` says what route there is."""
     if error.status == HTTPStatus.NOT_FOUND:
-        message = f"there is no route {method} {short(path)}"
+        message = f"there is no route {method} {short(path)}" + (f": {hint}" if hint else "")
     elif isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{short(path)} does not support {method}; it supports {allowed}"

@@ -36,7 +36,7 @@ async def test_unknown_route(harness: Harness, path: str) -> None:
         status, answer = await harness.call(method, path)
         assert status == 404
         check_error(answer)
-        assert len(answer["error"]["message"]) < 100
+        assert len(answer["error"]["message"]) < 150
 
 
 @pytest.mark.parametrize(
