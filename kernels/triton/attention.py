@@ -1,12 +1,12 @@
 """Paged attention on the GPU: which kernels one call of `Ops.attend` launches, and their workspace. Engine thread only.
 
 Sequences of few query tokens are decoded: their slots are cut into splits, each a thread block per KV head, which a
-second kernel adds up. The others are prompts: tiles of query tokens. A step that has both launches both kernels, and each
-leaves the other's sequences alone, so that nobody asks the device which is which.
+second kernel adds up. The others are prompts: tiles of query tokens. A step that has both launches both kernels, and
+each leaves the other's sequences alone, so that nobody asks the device which is which.
 
-Products work on operands of 16 bits (float32 sums): float16, into which int8 codes and both 8-bit floats convert exactly,
-and bfloat16 where keys or values are bfloat16. Where the activations are not of that type, or keys are rotated, or have a
-bias, a small kernel makes the queries ready first.
+Products work on operands of 16 bits (float32 sums): float16, which holds int8 codes and both 8-bit floats exactly, and
+bfloat16 where K, V and activations are bfloat16. Where the activations are of another type, or keys are rotated or have
+a bias, a small kernel makes the queries ready first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from kvd_kernels.kv_format import ELEMENT_BYTES, ElementType, GroupFormat, Layer
 from kvd_kernels.ops import AttentionSpec, Batch, GroupTables, KVCache, RopeTable
 from kvd_kernels.triton import attention_configs as configs
 from kvd_kernels.triton import attention_kernels as kernels
+from kvd_kernels.triton.attention_variants import padded_dim, padded_half, variants
 from kvd_kernels.triton.cards import Card
-from kvd_kernels.triton.variants import ActivationType, Budget, Variant
+
+__all__ = ["AttentionKernels", "variants"]
 
 NO_WINDOW = 2**30
 _POINTED: dict[ElementType, torch.dtype] = {
@@ -136,6 +138,10 @@ class _Call:
         return self.spec.group.window or NO_WINDOW
 
     @property
+    def is_wide(self) -> bool:
+        return bool(self.constants["OPERAND"] == tl.float32)
+
+    @property
     def score_scale(self) -> float:
         return self.spec.scale * math.log2(math.e)
 
@@ -164,12 +170,15 @@ class AttentionKernels:
             if block_mass is not None:
                 block_mass[: batch.num_seqs] = 0
             return
-        assert q.is_contiguous() and out.is_contiguous() and rope.cos.is_contiguous() and rope.sin.is_contiguous()
+        assert all(tensor.is_contiguous() for tensor in (q, out, rope.cos, rope.sin))
         call = self._prepare(batch, q, rope, cache, spec, out, block_mass is not None)
         max_query_tokens = batch.max_query_tokens or _longest_query(batch)
-        short_rows = configs.decode_rows(call.group_heads)
-        if max_query_tokens * call.group_heads <= configs.MAX_ROWS_OF_SHORT:
-            short_rows = configs.decode_rows(max_query_tokens * call.group_heads)
+        heavy = configs.is_heavy(call.constants["PADDED"], wide=call.is_wide, biased=call.constants["BIASED"])
+        short_rows = configs.decode_rows(max_query_tokens * call.group_heads, heavy=heavy)
+        if short_rows is None:
+            short_rows = configs.decode_rows(call.group_heads, heavy=heavy)
+        if short_rows is None:
+            raise NotImplementedError(f"{call.group_heads} query heads per KV head of {spec.head_dim} channels")
         short_tokens = min(short_rows // call.group_heads, max_query_tokens)
         if max_query_tokens <= short_tokens or batch.num_seqs > 1:
             self._decode(call, short_rows, short_tokens)
@@ -225,7 +234,8 @@ class AttentionKernels:
                 q, coefficients if spec.key_bias is None else spec.key_bias, prepared, row_units, coefficients,
                 num_rows, spec.num_heads, spec.num_heads // spec.num_kv_heads, half,
                 HEAD_DIM=spec.head_dim, PADDED=constants["PADDED"],
-                ROTATION=rotation, ROTATION_SCALE=rotation**-0.5, ROWS=configs.PREPARED_ROWS, HALF=constants["HALF"], BIASED=biased, num_warps=4, enable_fp_fusion=True,
+                ROTATION=rotation, ROTATION_SCALE=rotation**-0.5, ROWS=configs.PREPARED_ROWS, HALF=constants["HALF"],
+                BIASED=biased, num_warps=4, num_stages=1, enable_fp_fusion=True,
             )  # fmt: skip
             if needs_queries:
                 queries = prepared
@@ -238,9 +248,8 @@ class AttentionKernels:
         """Sequences of at most max_tokens query tokens."""
         batch, spec, layer, tables = call.batch, call.spec, call.layer, call.tables
         config = configs.decode_config(
-            self._card, rows, call.constants["PADDED"], ELEMENT_BYTES[layer.format.k_type],
-            biased=call.constants["BIASED"],
-        )  # fmt: skip
+            rows, call.constants["PADDED"], wide=call.is_wide, biased=call.constants["BIASED"]
+        )
         max_slots = batch.max_slots or int(tables.num_slots[: batch.num_seqs].max())
         num_splits = configs.split_count(self._card, batch.num_seqs, spec.num_kv_heads, max_slots)
         num_partial_rows = num_splits * batch.num_seqs * max_tokens * spec.num_heads if num_splits > 1 else 1
@@ -254,7 +263,8 @@ class AttentionKernels:
             spec.num_heads, call.group_heads, call.rope.cos.shape[1], call.window, max_tokens, call.score_scale,
             **call.constants, ROWS=config.rows, NUM_BLOCKS=config.num_blocks, V_TYPE=layer.format.v_type,
             SPLIT=num_splits > 1, KEEPS_LSE=call.keeps_lse and num_splits == 1, MIN_LENGTH=configs.MIN_SPLIT_SLOTS,
-            STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=True, num_stages=config.num_stages,
+            STAGES=config.num_stages, num_warps=config.num_warps, num_stages=config.num_stages,
+            maxnreg=configs.MAX_REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip
         if num_splits == 1:
             return
@@ -262,14 +272,14 @@ class AttentionKernels:
             sums, stats, tables.num_slots, batch.query_starts, call.out, call.lse,
             spec.num_heads, max_tokens, num_splits,
             HEAD_DIM=spec.head_dim, PADDED=call.constants["PADDED"], KEEPS_LSE=call.keeps_lse,
-            MIN_LENGTH=configs.MIN_SPLIT_SLOTS, num_warps=4, enable_fp_fusion=True,
+            MIN_LENGTH=configs.MIN_SPLIT_SLOTS, num_warps=4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
 
     def _prefill(self, call: _Call, min_tokens: int) -> None:
         """Sequences of at least min_tokens query tokens."""
         batch, spec, layer, tables = call.batch, call.spec, call.layer, call.tables
         config = configs.prefill_config(
-            self._card, call.constants["PADDED"], ELEMENT_BYTES[layer.format.k_type], biased=call.constants["BIASED"]
+            call.group_heads, call.constants["PADDED"], wide=call.is_wide, biased=call.constants["BIASED"]
         )
         num_tiles = batch.num_tokens // (config.rows // call.group_heads) + batch.num_seqs
         kernels.prefill[(num_tiles, spec.num_kv_heads)](
@@ -285,7 +295,7 @@ class AttentionKernels:
 
     def _weigh(self, call: _Call, mass: torch.Tensor) -> None:
         batch, spec, layer, tables = call.batch, call.spec, call.layer, call.tables
-        config = configs.mass_config(self._card, call.constants["PADDED"])
+        config = configs.mass_config(call.constants["PADDED"])
         width = mass.shape[1]
         assert mass.stride(1) == 1
         kernels.weigh_blocks[(batch.num_seqs, triton.cdiv(width, config.num_blocks))](
@@ -294,17 +304,9 @@ class AttentionKernels:
             batch.positions, call.lse, mass,
             layer.key_stride, layer.scale_stride, tables.block_tables.stride(0), mass.stride(0), width,
             spec.num_heads, spec.num_kv_heads, call.group_heads, call.rope.cos.shape[1], call.window, call.score_scale,
-            **call.constants, ROWS=config.rows, NUM_BLOCKS=config.num_blocks, num_warps=config.num_warps, enable_fp_fusion=True,
+            **call.constants, ROWS=config.rows, NUM_BLOCKS=config.num_blocks,
+            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
-
-
-def padded_dim(head_dim: int) -> int:
-    """head_dim as a power of two that a product's operand can have."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
-
-
-def padded_half(half: int) -> int:
-    return max(16, int(triton.next_power_of_2(half)))
 
 
 def _longest_query(batch: Batch) -> int:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from kvd_kernels.triton.cards import Card
 
-DECODE_ROWS = (8, 16, 32, 64)
-"""Rows of queries that the decode kernel is made for; a KV head with more query heads than the last has no kernel."""
-MAX_ROWS_OF_SHORT = 32
-"""Where all query tokens of a sequence make no more rows than this, they are decoded: splits are worth more than
-large tiles."""
-MASS_ROWS = 32
+DECODE_ROWS = (8, 16, 32)
+"""Rows of queries that the decode kernel is made for. Where all query tokens of a sequence make no more than the last,
+they are decoded: splits are worth more than large tiles."""
+MAX_HEAVY_ROWS = 16
+"""The last of them where queries take twice the registers: head_dim above 128, operands of 32 bits, or a key bias."""
+MAX_REGISTERS = 255
+"""Said to the assembler, which else spills a few of 130 to fit one thread block more onto a multiprocessor."""
+MASS_ROWS = 16
 PREPARED_ROWS = 8
 MIN_SPLIT_SLOTS = 128
 """Splits are multiples of this: two tiles, so that loads of one are under way while the other is computed."""
@@ -30,25 +32,39 @@ class TileConfig:
     num_stages: int
 
 
-def decode_config(card: Card, rows: int, padded_dim: int, element_bytes: int, *, biased: bool) -> TileConfig:
-    """rows: one of DECODE_ROWS; element_bytes: of K."""
-    return TileConfig(rows, 4, 4, 2)
+def is_heavy(padded_dim: int, *, wide: bool, biased: bool) -> bool:
+    """See MAX_HEAVY_ROWS. wide: the operands of products have 32 bits."""
+    return padded_dim > 128 or wide or biased
 
 
-def prefill_config(card: Card, padded_dim: int, element_bytes: int, *, biased: bool) -> TileConfig:
-    return TileConfig(64, 4, 4, 2)
+def decode_rows(num_rows: int, *, heavy: bool) -> int | None:
+    """The smallest of DECODE_ROWS that holds num_rows; None where none does."""
+    fitting = [rows for rows in DECODE_ROWS if num_rows <= rows and not (heavy and rows > MAX_HEAVY_ROWS)]
+    return min(fitting, default=None)
 
 
-def mass_config(card: Card, padded_dim: int) -> TileConfig:
-    return TileConfig(MASS_ROWS, 4, 4, 1)
+def decode_config(rows: int, padded_dim: int, *, wide: bool, biased: bool) -> TileConfig:
+    """rows: one of DECODE_ROWS.
+
+    Two warps, so that a tile gives a thread enough of K and V to make the work per tile small beside that per element
+    (and so that sm_90 takes the matrix instructions that read packed operands as they lie); four where more rows would
+    not leave their sums in registers. One choice for all cards: the budgets hold on each.
+    """
+    num_blocks = 4 if padded_dim <= 128 and not wide else 2
+    # The key bias is added in a loop of its own, inside which nothing can be prefetched for the next tile.
+    num_warps = 2 if rows <= (8 if is_heavy(padded_dim, wide=wide, biased=biased) else 16) else 4
+    return TileConfig(rows, 2 if biased else num_blocks, num_warps, 1 if biased else 2)
 
 
-def decode_rows(num_rows: int) -> int:
-    """The smallest of DECODE_ROWS that holds num_rows. NotImplementedError where none does."""
-    for rows in DECODE_ROWS:
-        if num_rows <= rows:
-            return rows
-    raise NotImplementedError(f"{num_rows} query heads per KV head: the Triton kernels take {DECODE_ROWS[-1]} at most")
+def prefill_config(group_heads: int, padded_dim: int, *, wide: bool, biased: bool) -> TileConfig:
+    """group_heads: query heads of a KV head, which a tile holds all of a token; as `decode_rows` takes them."""
+    rows = 16 if is_heavy(padded_dim, wide=wide, biased=biased) else 32
+    assert group_heads <= rows
+    return TileConfig(rows, 4 if padded_dim <= 128 else 2, 4, 1 if biased else 2)
+
+
+def mass_config(padded_dim: int) -> TileConfig:
+    return TileConfig(MASS_ROWS, 4 if padded_dim <= 128 else 2, 4, 1)
 
 
 def split_count(card: Card, num_seqs: int, num_kv_heads: int, max_slots: int) -> int:

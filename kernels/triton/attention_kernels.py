@@ -41,8 +41,8 @@ def prepare_queries(
 ):  # fmt: skip
     """Rotate queries as the keys are, and bring them into the operand's 16 bits; coefficients of the key bias.
 
-    prepared · row_units = q rotated, where row_units float32 [rows] is a power of two that brings the largest channel of
-    a float16 row between 1 and 2, and 1 for bfloat16. coefficients float32 [rows, 2, half]: cos part, sin part.
+    prepared · row_units = q rotated, where row_units float32 [rows] is a power of two that brings the largest channel
+    of a float16 row between 1 and 2, and is 1 for bfloat16. coefficients float32 [rows, 2, half]: cos part, sin part.
     Grid: rows of (token, head) / ROWS.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -157,15 +157,15 @@ def decode(
     whole = start + (stop - start) // TILE * TILE
     for slot in tl.range(start, whole, TILE, num_stages=STAGES):
         largest, total, sums = attend_tile(
-            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives, query_positions,
-            keys, values, key_scales, value_scales, cos, sin, table, firsts, slot, slots, window,
+            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives,
+            query_positions, keys, values, key_scales, value_scales, cos, sin, table, firsts, slot, slots, window,
             key_stride, value_stride, scale_stride, half,
             HEAD_DIM, PADDED, NUM_BLOCKS, HALF, ROWS, K_TYPE, V_TYPE, OPERAND, BIASED, False, True,
         )  # fmt: skip
     if whole < stop:
         largest, total, sums = attend_tile(
-            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives, query_positions,
-            keys, values, key_scales, value_scales, cos, sin, table, firsts, whole, slots, window,
+            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives,
+            query_positions, keys, values, key_scales, value_scales, cos, sin, table, firsts, whole, slots, window,
             key_stride, value_stride, scale_stride, half,
             HEAD_DIM, PADDED, NUM_BLOCKS, HALF, ROWS, K_TYPE, V_TYPE, OPERAND, BIASED, True, True,
         )  # fmt: skip
@@ -308,15 +308,15 @@ def prefill(
     sums = tl.zeros([PADDED, ROWS], tl.float32)
     for slot in tl.range(start, whole, TILE, num_stages=STAGES):
         largest, total, sums = attend_tile(
-            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives, query_positions,
-            keys, values, key_scales, value_scales, cos, sin, table, firsts, slot, slots, window,
+            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives,
+            query_positions, keys, values, key_scales, value_scales, cos, sin, table, firsts, slot, slots, window,
             key_stride, value_stride, scale_stride, half,
             HEAD_DIM, PADDED, NUM_BLOCKS, HALF, ROWS, K_TYPE, V_TYPE, OPERAND, BIASED, False, False,
         )  # fmt: skip
     for slot in tl.range(whole, stop, TILE, num_stages=1):
         largest, total, sums = attend_tile(
-            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives, query_positions,
-            keys, values, key_scales, value_scales, cos, sin, table, firsts, slot, slots, window,
+            largest, total, sums, query, factors, addends, score_scale, coefficients, coefficient_rows, lives,
+            query_positions, keys, values, key_scales, value_scales, cos, sin, table, firsts, slot, slots, window,
             key_stride, value_stride, scale_stride, half,
             HEAD_DIM, PADDED, NUM_BLOCKS, HALF, ROWS, K_TYPE, V_TYPE, OPERAND, BIASED, True, True,
         )  # fmt: skip
@@ -348,7 +348,7 @@ def weigh_blocks(
         table = block_tables + s.to(tl.int64) * table_stride
         firsts = first_positions + s.to(tl.int64) * table_stride
         blocks, key_positions = load_entries(table, firsts, slot, slots, NUM_BLOCKS, True)
-        for kv_head in range(0, num_kv_heads):
+        for kv_head in range(num_kv_heads):
             for first in range(0, count * group_heads, ROWS):
                 row = first + tl.arange(0, ROWS)
                 lives = row < count * group_heads

@@ -6,8 +6,8 @@ Sizes
 - TILE      token slots of one step of a loop, a multiple of 16; NUM_BLOCKS = TILE / 16 table entries
 - PADDED    head_dim rounded up to a power of two; channels from HEAD_DIM on are zeros
 
-Keys come first: scores are [TILE, ROWS] and sums [PADDED, ROWS]. The second side of a matrix product may be as small as 8,
-and the heads of a KV head are all the rows that one token has; and no warp unpacks what another one has unpacked.
+Keys come first: scores are [TILE, ROWS] and sums [PADDED, ROWS]. The second side of a matrix product may be as small as
+8, and the heads of a KV head are all the rows that one token has; and no warp unpacks what another one has unpacked.
 
 A block is read in the order in which it lies, so that a thread's 16 bytes are 16 bytes of memory; what the layout means
 is then said by reshape and permute, and the compiler moves the bytes, still packed, to where the products want them.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvd_kernels.triton.formats import decode_fp8, round_to
+from kvd_kernels.triton.formats import round_to
 
 BLOCK = tl.constexpr(16)
 HIDDEN = tl.constexpr(float("-inf"))
@@ -86,9 +86,9 @@ def half_bits(elements, TYPE: tl.constexpr):
 def to_operand(elements, TYPE: tl.constexpr, OPERAND: tl.constexpr):
     """Stored elements → the type of a product's operand, exactly, in units of `unit_of`.
 
-    int8: a code c becomes the float16 with the bits of c + 128, a subnormal number: (c + 128) · 2^-24. fp8_e4m3: exponent
-    and mantissa go where float16 has them, with a bias that is 8 too small: value · 2^-8. (Its NaN, which only a step
-    whose own logits are NaN writes, becomes 480 · 2^-8.) The others are what they are.
+    int8: a code c becomes the float16 with the bits of c + 128, a subnormal number: (c + 128) · 2^-24. fp8_e4m3:
+    exponent and mantissa go where float16 has them, with a bias that is 8 too small: value · 2^-8. (Its NaN, which only
+    a step whose own logits are NaN writes, becomes 480 · 2^-8.) The others are what they are.
     """
     if TYPE == "int8" or TYPE == "fp8_e4m3" or TYPE == "fp8_e5m2":
         return half_bits(elements, TYPE).to(OPERAND)
@@ -127,7 +127,7 @@ def load_keys(
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     TYPE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """K of whole blocks int64 [NUM_BLOCKS] → OPERAND [TILE, PADDED]. keys: of one KV head of block 0; stride: elements."""
+    """K of whole blocks int64 [NUM_BLOCKS] → OPERAND [TILE, PADDED]. keys: of a head in block 0; stride: elements."""
     inner = tl.arange(0, BLOCK * PADDED)
     pointers = keys + blocks[:, None] * stride + inner[None, :]
     if HEAD_DIM == PADDED:
@@ -204,11 +204,11 @@ def bias_scores(
 
     See `reference/rope.py`. Three products of tf32 parts give the precision of float32, which scores of some hundreds
     need. The channels that RoPE leaves alone add the same number to every score of a query: softmax does not see it.
-    A few pairs of channels at a time, since the parts of more would not stay in registers.
+    A few pairs of channels at a time, in a loop of its own, since the parts of more do not fit into the registers.
     """
     scores = tl.zeros([TILE, ROWS], tl.float32)
     table_rows = positions.to(tl.int64)[:, None] * half
-    for first in tl.static_range(0, HALF, BIAS_PAIRS):
+    for first in tl.range(0, HALF, BIAS_PAIRS, num_stages=1):
         pairs = first + tl.arange(0, BIAS_PAIRS)
         key_mask = (pairs < half)[None, :]
         if PARTIAL:
@@ -263,8 +263,9 @@ def tile_scores(
         scores = (scores + addends[None, :]) * scales[:, None]
     if BIASED:
         added = bias_scores(
-            coefficients, coefficient_rows, lives, cos, sin, positions, slots, num_slots, half, HALF, ROWS, TILE, PARTIAL
-        )
+            coefficients, coefficient_rows, lives, cos, sin, positions, slots, num_slots, half,
+            HALF, ROWS, TILE, PARTIAL,
+        )  # fmt: skip
         scores += added * score_scale
     if CAUSAL:
         # One comparison for both ends: a key behind the query is a huge distance as an unsigned number.
@@ -277,6 +278,13 @@ def tile_scores(
 
 
 @triton.jit
+def round_weights(weights, WEIGHT: tl.constexpr):
+    """float32 of at most 2^15.1 → 16 bits, half to even."""
+    # What cannot exceed float16 needs none of the comparisons of `round_to`.
+    return weights.to(tl.float16) if WEIGHT == tl.float16 else round_to(weights, WEIGHT)  # noqa: SIM300
+
+
+@triton.jit
 def attend_tile(
     largest, total, sums,
     query, factors, addends, score_scale, coefficients, coefficient_rows, lives, query_positions,
@@ -286,12 +294,12 @@ def attend_tile(
     K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, OPERAND: tl.constexpr, BIASED: tl.constexpr,
     PARTIAL: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax, all float32: largest score [ROWS], weights [TILE, ROWS] that are to be added up over
-    the keys at the end (now that would cross warps), Σ weights · V [PADDED, ROWS].
+    """One step of the running softmax, all float32: largest score [ROWS], weights [TILE, ROWS] that are to be added up
+    over the keys at the end (now that would cross warps), Σ weights · V [PADDED, ROWS].
 
-    The scale of an int8 token's values belongs to its weight before that is rounded to 16 bits. So the running maximum is
-    that of weight · scale, up to a factor of 1.07: what is rounded never leaves what float16 holds, whatever the scales
-    are, and a weight itself is below 2^40 in float32.
+    The scale of an int8 token's values belongs to its weight before that is rounded to 16 bits. So the running maximum
+    is that of weight · scale, up to a factor of 1.07: what is rounded never leaves what float16 holds, whatever the
+    scales are, and a weight itself is below 2^40 in float32.
     """
     TILE: tl.constexpr = NUM_BLOCKS * BLOCK
     blocks, positions = load_entries(table, firsts, slot, num_slots, NUM_BLOCKS, PARTIAL)
@@ -324,9 +332,7 @@ def attend_tile(
     if PARTIAL and may_be_nan(V_TYPE):
         # A weight of 0 would not silence a NaN.
         v = tl.where(exists[None, :], v, tl.zeros_like(v))
-    if OPERAND == tl.bfloat16:
-        operands = round_to(weights, OPERAND)
-    else:
-        # For tf32 as well: it holds every float16, as it does every bfloat16 value.
-        operands = weights.to(tl.float16).to(OPERAND)
-    return new_largest, total, product(v, operands, sums * shrink[None, :])
+    sums = sums * shrink[None, :]
+    # float16 for tf32 as well, which holds it as it does every bfloat16 value.
+    WEIGHT: tl.constexpr = tl.bfloat16 if OPERAND == tl.bfloat16 else tl.float16  # noqa: SIM300
+    return new_largest, total, product(v, round_weights(weights, WEIGHT).to(OPERAND), sums)
