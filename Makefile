@@ -10,10 +10,10 @@ INPUTS := pyproject.toml setup.py packaging/constraints.txt packaging/make_venv.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv serve test check check-full sanitize docs picture clean
+.PHONY: help venv serve test test-clients check check-full sanitize docs picture clean
 
 help: ## list what make can do
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s%s\n", $$1, $$2}' Makefile
 	@echo '  ARGS="…" passes flags on; PYTHON=python3.12 chooses the interpreter; KVD_TORCH=… chooses the torch.'
 
 venv: $(VENV)/.made ## build the environment: .venv/bin/kvd
@@ -22,11 +22,14 @@ serve: venv ## serve the model of kvd.yaml on 127.0.0.1:8000
 	@exec $(VENV)/bin/kvd serve -c kvd.yaml $(ARGS)
 
 test: $(VENV)/.made-test ## the quick tests; ARGS="tests/server -x" narrows them
-	$(RUN) -m pytest -m "not full and not gpu" $(ARGS)
+	$(RUN) -m pytest -m "not full and not gpu and not clients" $(ARGS)
+
+test-clients: $(VENV)/.made-test build/clients/.made ## other people's clients against `kvd serve` with the default model
+	$(RUN) -m pytest -m clients tests/clients $(ARGS)
 
 # Exit code 5 of pytest says that no test was selected; here that is no failure.
 check-full: $(VENV)/.made-test ## the long tests: soaks, whole matrices, fuzz
-	@$(RUN) -m pytest -m "full and not gpu" $(ARGS); code=$$?; \
+	@$(RUN) -m pytest -m "full and not gpu and not clients" $(ARGS); code=$$?; \
 	if [ $$code -eq 5 ]; then echo "no test is marked full"; exit 0; fi; exit $$code
 
 check: $(VENV)/.made-dev build/typing/kvd_kernels ## format, lint, types
@@ -39,7 +42,7 @@ sanitize: $(VENV)/.made-test ## run the kernel tests (or ARGS) on a build with A
 	$(RUN) packaging/native_build.py build/native/sanitized.so --sanitize
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 KVD_NATIVE_LIBRARY=build/native/sanitized.so \
-	$(RUN) -m pytest -m "not full and not gpu" $(or $(ARGS),tests/kernels)
+	$(RUN) -m pytest -m "not full and not gpu and not clients" $(or $(ARGS),tests/kernels)
 
 docs: venv ## write what is generated from the program: kvd.yaml and tables in docs/
 	$(RUN) packaging/make_docs.py
@@ -60,6 +63,10 @@ $(VENV)/.made-test: $(VENV)/.made
 
 $(VENV)/.made-dev: $(VENV)/.made
 	@packaging/make_venv.sh $(PYTHON) $(VENV) dev
+	@touch $@
+
+build/clients/.made: packaging/make_clients.sh $(wildcard tests/clients/environments/*)
+	@packaging/make_clients.sh $(PYTHON) build/clients
 	@touch $@
 
 # The folder kernels/ is imported as kvd_kernels; mypy needs to see it under that name.

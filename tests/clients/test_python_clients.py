@@ -1,0 +1,146 @@
+"""Clients from PyPI, as their users run them: told a base URL and a key, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvd.model.files import ModelFiles
+from tests.clients.conftest import MODEL, PROGRAMS, Endpoint
+
+pytestmark = pytest.mark.clients
+
+TASKS = Path(__file__).resolve().parent / "tasks"
+
+
+# --------------------------------------------------------------------------- llm
+
+
+@pytest.fixture
+def llm(endpoint: Endpoint) -> Endpoint:
+    """Simon Willison's llm, configured by its own file and its own key store."""
+    model = {
+        "model_id": "kvd",
+        "model_name": MODEL,
+        "api_base": endpoint.base_url,
+        "api_key_name": "kvd",
+        "supports_schema": True,
+    }
+    (endpoint.folder / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    endpoint.run(
+        "general", "llm", "keys", "set", "kvd", "--value", endpoint.api_key, LLM_USER_PATH=str(endpoint.folder)
+    )
+    return endpoint
+
+
+def ask_llm(llm: Endpoint, *words: str) -> str:
+    options = ("-o", "temperature", "0", "-o", "max_tokens", "60")
+    return llm.run("general", "llm", "prompt", "-m", "kvd", *options, *words, LLM_USER_PATH=str(llm.folder)).strip()
+
+
+def test_llm_answers_whole_and_streamed(llm: Endpoint) -> None:
+    question = "What is the capital of France?"
+    streamed = ask_llm(llm, question)
+    assert "Paris" in streamed
+    assert ask_llm(llm, "--no-stream", question) == streamed
+
+
+def test_llm_goes_on_with_a_conversation(llm: Endpoint) -> None:
+    ask_llm(llm, "-s", "You are brief.", "My name is Zoë.")
+    assert "Zoë" in ask_llm(llm, "-c", "Repeat: Zoë")
+    logged = json.loads(llm.run("general", "llm", "logs", "--json", LLM_USER_PATH=str(llm.folder)))
+    assert len({entry["conversation_id"] for entry in logged}) == 1
+    assert all(entry["input_tokens"] for entry in logged)
+
+
+def test_llm_gets_what_its_schema_demands(llm: Endpoint) -> None:
+    answer = json.loads(ask_llm(llm, "--schema", "name, age int", "Invent a dog."))
+    assert set(answer) == {"name", "age"}
+    assert isinstance(answer["age"], int)
+
+
+# --------------------------------------------------------------------------- LangChain
+
+
+def test_langchain_passes_its_own_standard_tests(endpoint: Endpoint) -> None:
+    """Both protocols; see programs/langchain_standard.py for what is left out and why."""
+    program = PROGRAMS / "langchain_standard.py"
+    options = (
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(endpoint.folder),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "asyncio_mode=auto",
+    )
+    output = endpoint.run("general", "pytest", *options, str(program))
+    match = re.search(r"(\d+) passed", output)
+    assert match, output
+    assert int(match[1]) > 40, output
+
+
+# --------------------------------------------------------------------------- aider
+
+
+def test_aider_works_on_a_repository_of_one_file(endpoint: Endpoint) -> None:
+    """A model this small writes no sound edit; what counts is that the conversation comes about, and how it ends."""
+    source = endpoint.folder / "greet.py"
+    source.write_text('def greet() -> str:\n    return "hello"\n')
+    for words in (
+        ("init", "-q"),
+        ("add", "."),
+        ("-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "x"),
+    ):
+        subprocess.run(["git", *words], cwd=endpoint.folder, check=True, env=endpoint.environment)
+    name = f"openai/{MODEL}"
+    limits = {name: {"max_input_tokens": 8192, "max_output_tokens": 64, "mode": "chat", "litellm_provider": "openai"}}
+    settings = [{"name": name, "edit_format": "whole", "use_temperature": 0, "extra_params": {"max_tokens": 64}}]
+    (endpoint.folder / "limits.json").write_text(json.dumps(limits))
+    (endpoint.folder / "settings.yml").write_text(json.dumps(settings))
+    output = endpoint.run(
+        "aider", "aider", "--model", name, "--openai-api-base", endpoint.base_url, "--openai-api-key", endpoint.api_key,
+        "--model-metadata-file", "limits.json", "--model-settings-file", "settings.yml", "--weak-model", name,
+        "--message", "Say hello to the world instead.", "--yes-always", "--no-auto-commits", "--map-tokens", "0",
+        "--no-check-update", "--no-show-release-notes", "--analytics-disable", "--no-pretty", "--no-gitignore",
+        "--no-show-model-warnings", "--no-suggest-shell-commands", "greet.py",
+        LITELLM_LOCAL_MODEL_COST_MAP="True", GIT_CONFIG_NOSYSTEM="1",
+    )  # fmt: skip
+    assert re.search(r"Tokens: [\d.,k]+ sent, [\d.,k]+ received", output), output
+    for sign_of_failure in ("litellm.", "Error", "Retrying"):
+        assert sign_of_failure not in output, output
+
+
+# --------------------------------------------------------------------------- lm-evaluation-harness
+
+
+def test_lm_eval_scores_a_task(endpoint: Endpoint, default_model_files: ModelFiles) -> None:
+    """Log-likelihoods of batched token ids: `echo` with `logprobs`."""
+    tokenizer = endpoint.folder / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes(default_model_files.tokenizer_json.read_bytes())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    for path in TASKS.iterdir():
+        (endpoint.folder / path.name).write_bytes(path.read_bytes())
+    arguments = {
+        "model": MODEL,
+        "base_url": f"{endpoint.base_url}/completions",
+        "tokenizer": str(tokenizer),
+        "tokenizer_backend": "huggingface",
+        "num_concurrent": 2,
+    }
+    endpoint.run(
+        "general", "lm-eval", "run", "--model", "local-completions", "--tasks", "capitals", "--include_path",
+        str(endpoint.folder), "--model_args", json.dumps(arguments), "--batch_size", "4", "--output_path", "results",
+        "--log_samples", OPENAI_API_KEY=endpoint.api_key,
+    )  # fmt: skip
+    (path,) = (endpoint.folder / "results").rglob("results_*.json")
+    scores = json.loads(path.read_text())["results"]["capitals"]
+    assert scores["acc,none"] >= 0.75, "a model that was read rightly knows most of these"
