@@ -17,6 +17,7 @@ from kvd.server.guard import Guard
 from kvd.server.interfaces import GenerationEngine
 from kvd.server.limits import Limits
 from kvd.server.middleware import Handler, add_common_headers, boundary
+from kvd.server.openapi import openapi_document
 from kvd.server.responses import error_response, short
 from kvd.server.settings import ServerSettings
 from kvd.server.state import STATE, ServerState
@@ -30,6 +31,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/models/{model:.+}", operations.retrieve_model),
     ("GET", "/health", operations.health),
     ("GET", "/metrics", operations.metrics),
+    ("GET", "/openapi.json", openapi_document),
     ("POST", "/tokenize", operations.tokenize),
     ("POST", "/detokenize", operations.detokenize),
     ("GET", "/kvd/snapshot", control.snapshot),

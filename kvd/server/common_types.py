@@ -22,7 +22,7 @@ MIN_KV_BUDGET_TOKENS = 64
 _INT64 = (-(2**63), 2**63 - 1)
 _INT32 = (-(2**31), 2**31 - 1)
 
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "min_p": (0, 1),
     "presence_penalty": (-2, 2),
@@ -91,7 +91,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     def check(self, vocab_size: int) -> None:
         """Raise a 400 that names the first field that is out of range."""
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             check_range(name, getattr(self, name), low, high)
         check_range("top_p", self.top_p, 0, 1, is_low_excluded=True)
         check_range("top_k", self.top_k, -1, vocab_size)
