@@ -13,16 +13,13 @@ from aiohttp import web
 
 from kvd.errors import ContextLengthExceeded
 from kvd.server.chat_job import open_chat, run_chat
-from kvd.server.prompts import read_request
+from kvd.server.prompts import INLINE_BODY_BYTES, read_request
 from kvd.server.responses import json_response
 from kvd.server.responses_events import Draft
 from kvd.server.responses_input import Translation, to_chat
 from kvd.server.responses_types import ResponsesRequest
 from kvd.server.sse import StreamForm, respond_with_events
 from kvd.server.state import STATE, ServerState, describe_client, start_request_id
-
-INLINE_ITEMS = 256
-"""Longer conversations are translated in a worker thread."""
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -33,7 +30,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, state, ResponsesRequest)
     model = state.resolve_model(body.model)
     body.check()
-    if len(body.input) > INLINE_ITEMS and not isinstance(body.input, str):
+    if request.content_length is None or request.content_length > INLINE_BODY_BYTES:
         translation = await asyncio.to_thread(to_chat, body)
     else:
         translation = to_chat(body)

@@ -133,6 +133,15 @@ async def test_conversation_reaches_the_model(harness: Harness) -> None:
     assert as_items.prompt_token_ids == as_messages.prompt_token_ids
 
 
+async def test_a_large_body_is_read_all_the_same(harness: Harness) -> None:
+    past = {"type": "web_search_call", "action": {"query": "x" * 200_000}}
+    events = await stream(harness, input=[past, {"role": "user", "content": "Hi"}])
+    assert events[-1]["type"] == "response.completed"
+    await harness.client().responses.create(model=MODEL, input="Hi")
+    large, small = harness.engine.submitted
+    assert large.prompt_token_ids == small.prompt_token_ids
+
+
 async def test_logprobs_join_to_the_text(harness: Harness) -> None:
     harness.engine.reply = "Zoë 漢"
     answer = await harness.client().responses.create(
