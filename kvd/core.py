@@ -57,6 +57,7 @@ class Request:
     deadline: float | None = None
     kv_eviction: KVEviction = "none"  # which tokens to forget when the request outgrows its share of the KV cache
     kv_budget_tokens: int | None = None  # that share; None: as much as the pool holds
+    num_prompt_logprobs: int | None = None  # of the prompt's own tokens, as `SamplingParams.num_logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class TokenEvent(NamedTuple):
     error: str | None = None
     timing: RequestTiming | None = None  # on the last event
     num_dropped_tokens: int = 0  # tokens that kv_eviction has forgotten so far
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # with the first token; of each prompt token, first None
 
 
 # --------------------------------------------------------------------------- one step
@@ -137,6 +139,7 @@ class PlanItem(NamedTuple):
     samples: bool  # the last token is the newest of the request, so a token is sampled from its logits
     last_from_slot: bool = False
     wants_mass: bool = False  # report the attention mass of each table entry of group 0
+    num_scored: int = 0  # after so many of the first tokens: report how likely the prompt's next token was
 
     @property
     def num_tokens(self) -> int:
@@ -177,7 +180,9 @@ class StepResult:
     """What came of a plan: one sample per item with `samples`, in plan order.
 
     `masses` has one entry per item with `wants_mass`, in plan order: the softmax weight of each table entry of group 0,
-    summed over query tokens, heads and layers. `seconds` is everything; the two other times are parts of it.
+    summed over query tokens, heads and layers. `prompt_logprobs` has one per item with `num_scored`, in plan order: of
+    the prompt token after each of these; None where the logits were not finite. `seconds` is everything; the two other
+    times are parts of it.
     """
 
     step_id: int
@@ -186,3 +191,4 @@ class StepResult:
     save_seconds: float = 0.0
     restore_seconds: float = 0.0
     masses: tuple[tuple[float, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[Logprobs | None, ...], ...] = ()

@@ -109,6 +109,7 @@ class CacheManager:
         num_extra_tokens: int = 0,
         max_blocks: int | None = None,
         max_matched_tokens: int | None = None,
+        max_reused_tokens: int | None = None,
         worth: WorthRestoring | None = None,
     ) -> int | Refusal:
         """Give an empty sequence blocks for all its tokens and `num_extra_tokens` more, shared ones where there are.
@@ -117,7 +118,7 @@ class CacheManager:
         refusal changes nothing: the blocks that come next are being computed by somebody else, or less than
         `num_spare_blocks` would be left in some group.
         max_blocks: of a sequence that forgets tokens, see `drop`; max_matched_tokens: what lies behind depends on
-        what was forgotten.
+        what was forgotten. max_reused_tokens: what lies behind the sequence computes itself, though others have it.
         """
         assert not sequence.num_blocks, "allocate() for a sequence that has blocks"
         num_total = blocks_for(len(token_ids) + num_extra_tokens)
@@ -126,16 +127,17 @@ class CacheManager:
             return self._bring_back(sequence, num_total, num_spare_blocks)
         limit = (len(token_ids) - 1) if max_matched_tokens is None else min(len(token_ids) - 1, max_matched_tokens)
         limit = min(limit, num_total * BLOCK_SIZE)
+        most = limit if max_reused_tokens is None else min(limit, max_reused_tokens)
         num_shared = 0
         steps: list[RestoreStep] = []
         if self.enable_prefix_caching:
-            num_shared = self._finder.match(sequence, token_ids, limit // BLOCK_SIZE)
+            num_shared = self._finder.match(sequence, token_ids, most // BLOCK_SIZE)
             keys = sequence.chain.keys
-            if num_shared < limit // BLOCK_SIZE:
-                steps = self._finder.below(sequence, token_ids, num_shared, limit // BLOCK_SIZE, worth)
+            if num_shared < most // BLOCK_SIZE:
+                steps = self._finder.below(sequence, token_ids, num_shared, most // BLOCK_SIZE, worth)
                 if not steps and keys[num_shared] in self._computing:
                     return Refusal.AWAITED
-            partial = self._finder.partial(sequence, token_ids, num_shared + len(steps), limit, worth)
+            partial = self._finder.partial(sequence, token_ids, num_shared + len(steps), most, worth)
             if partial is not None:
                 steps.append(partial)
         wants: list[Wanted] = []

@@ -23,6 +23,7 @@ import torch
 from kvd.cache.store import Arena, restore_blocks, save_blocks
 from kvd.core import Logprobs, PlanItem, Sample, StepPlan, StepResult
 from kvd.engine.batch_builder import BatchBuilder
+from kvd.engine.prompt_logprobs import PromptScorer, Scores
 from kvd.engine.sampling_rows import RequestSampling, SamplingRows
 from kvd.model.decoder import Decoder
 from kvd_kernels.ops import Batch, KVCache, PendingStep, SamplingBatch, SamplingResult, StepProgram, Transfer
@@ -67,6 +68,7 @@ class Runner:
         self._mass_program: _MassProgram | None = None
         self._known: dict[str, RequestSampling] = {}
         self._sampling_rows = SamplingRows(decoder.max_seqs)
+        self._scorer = PromptScorer(decoder)
         self._newest_tokens = np.zeros(decoder.max_seqs, dtype=np.int64)
         self._num_unknown = np.zeros(decoder.max_seqs, dtype=np.int64)  # steps in flight that choose a slot's token
         self._in_flight: list[_Step] = []
@@ -101,9 +103,11 @@ class Runner:
         self._in_flight.append(step)
         for request_id in plan.ended_request_ids:
             self._known.pop(request_id, None)
+            self._scorer.forget(request_id)
         for request in plan.new_requests:
             seed = request.sampling.seed
             self._known[request.request_id] = RequestSampling(request, self._draw_seed() if seed is None else seed)
+            self._scorer.add(request)
         self._move_blocks(step)
         if plan.items:
             self._compute(step)
@@ -146,8 +150,10 @@ class Runner:
         for item in items:
             self._newest_tokens[item.slot] = -1 - item.slot
             self._num_unknown[item.slot] += 1
-        if step.mass is not None or self._observer is not None or not self.steps_ahead:
-            self._wait(step)  # what is to be read beside the tokens, the next step overwrites
+        step.is_scored = any(item.num_scored for item in step.plan.items)
+        if step.mass is not None or step.is_scored or self._observer is not None or not self.steps_ahead:
+            for launched in self._in_flight:
+                self._wait(launched)  # what is to be read beside the tokens, the next step overwrites
 
     def _wait(self, step: _Step) -> None:
         """Wait for a step and take in what it has chosen. Steps before it were waited for."""
@@ -155,6 +161,7 @@ class Runner:
             return
         samples: tuple[Sample, ...] = ()
         masses: tuple[tuple[float, ...], ...] = ()
+        scores: tuple[Scores, ...] = ()
         if step.pending is not None and step.program is not None:
             result = step.pending.result()
             if self._observer is not None:
@@ -163,12 +170,14 @@ class Runner:
                 samples = self._accept(step.sampled, result)
             if step.mass is not None:
                 masses = step.mass.masses(step.plan.items)
+            if step.is_scored:
+                scores = self._scorer.score(step.plan.items)
         save_seconds = sum(transfer.seconds() for transfer in step.saves)
         restore_seconds = sum(transfer.seconds() for transfer in step.restores)
         now = time.monotonic()
         seconds = now - max(step.launched, self._last_landed)  # it could not begin before the one before it had ended
         self._last_landed = now
-        step.result = StepResult(step.plan.step_id, samples, seconds, save_seconds, restore_seconds, masses)
+        step.result = StepResult(step.plan.step_id, samples, seconds, save_seconds, restore_seconds, masses, scores)
 
     def _with_mass(self) -> _MassProgram:
         if self._mass_program is None:
@@ -219,6 +228,7 @@ class _Step:
     program: StepProgram | None = None
     pending: PendingStep | None = None
     mass: _MassProgram | None = None
+    is_scored: bool = False
     result: StepResult | None = None
 
 

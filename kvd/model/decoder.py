@@ -134,6 +134,19 @@ class Decoder:
         ops.linear(rows, self._last, self._head, self._logits)
         return self._logits
 
+    @torch.inference_mode()
+    def logits_of(self, first: int, num: int) -> torch.Tensor:
+        """The logits of tokens `first` … `first + num - 1` of the latest pass, at most max_seqs, whoever wanted them.
+
+        They take the place of the pass's own in the logits buffer, which is returned; more tokens of the same pass may
+        be asked for.
+        """
+        assert num <= self.max_seqs
+        hidden = self._hidden[first : first + num]  # nothing behind the last layer writes to it
+        self.ops.rms_norm(num, hidden, self._final_norm, self.spec.rms_norm_eps, self._last)
+        self.ops.linear(num, self._last, self._head, self._logits)
+        return self._logits
+
     def _by_layer(self, block_mass: torch.Tensor) -> dict[int, torch.Tensor]:
         """The parts of `block_mass` by the layer of group 0 that they belong to."""
         layers = self.kv_format.groups[0].layers

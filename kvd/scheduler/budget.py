@@ -66,6 +66,7 @@ class Budget:
                 samples,
                 is_unknown,
                 state.forgetting is not None and state.forgetting.wants_mass,
+                state.num_to_score(start, end),
             )
         )
         self.states.append(state)

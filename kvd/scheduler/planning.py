@@ -283,6 +283,7 @@ class Planner:
             num_extra_tokens=state.num_promised,
             max_blocks=None if forgetting is None else forgetting.budget_blocks,
             max_matched_tokens=None if forgetting is None else forgetting.max_matched_tokens,
+            max_reused_tokens=state.max_reused_tokens,
             worth=self._is_worth_restoring,
         )
         if isinstance(outcome, Refusal):
@@ -292,7 +293,8 @@ class Planner:
             state.first_scheduled = self._clock()
             state.num_cached_tokens = outcome
             self._roster.new_requests[state.request.request_id] = state.request
-            self._tally.count_admission(state.num_prompt, outcome, was_looked_up=self._cache.enable_prefix_caching)
+            was_looked_up = self._cache.enable_prefix_caching and state.scores is None
+            self._tally.count_admission(state.num_prompt, outcome, was_looked_up=was_looked_up)
         if state.blocks.restore is not None:
             self._proceed(state, budget)
         if state.blocks.restore is None:
@@ -311,7 +313,7 @@ class Planner:
             self._preempt(victim, budget)
 
     def _guess_cached(self, state: RequestState) -> int:
-        return self._cache.guess_cached(state.blocks, state.token_ids)
+        return self._cache.guess_cached(state.blocks, state.token_ids) if state.max_reused_tokens is None else 0
 
     def _is_worth_restoring(self, num_bytes: int, num_tokens: int, from_disk: bool) -> bool:
         return restore_beats_recompute(self._rates, num_bytes, num_tokens, from_disk=from_disk)

@@ -32,6 +32,7 @@ class RequestState:
     has_failed     ended by an error: what was computed for it last is not to be trusted
     forgetting     which blocks it forgets, under `kv_eviction`; None: none
     num_forced     preemptions before it had got anywhere, see `planning`
+    scores         how likely the prompt's tokens from the second on were, as far as that is known; None: nobody asked
     output_at_preemption  output tokens it had when it was preempted last
     """
 
@@ -39,7 +40,7 @@ class RequestState:
         "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "has_failed", "key",
         "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_forced", "num_in_flight",
         "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "output_at_preemption",
-        "prefill_target", "request", "slot", "token_ids",
+        "prefill_target", "request", "scores", "slot", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +70,7 @@ class RequestState:
         self.num_preemptions = 0
         self.num_forced = 0
         self.output_at_preemption = 0
+        self.scores: list[Logprobs] | None = None if request.num_prompt_logprobs is None else []
         self.has_ended = False
         self.has_failed = False
         self.must_release = False
@@ -85,6 +87,30 @@ class RequestState:
         """Tokens that could be computed next; 0 while the tokens in flight may be the last ones."""
         num_total = len(self.token_ids) + self.num_pending
         return num_total - self.num_planned if num_total < self.max_total else 0
+
+    def num_to_score(self, start: int, end: int) -> int:
+        """After how many of the tokens `start` … `end` - 1, which come next, the prompt's next one is to be scored."""
+        if self.scores is None or self.num_output:
+            return 0
+        return max(0, min(end, self.num_prompt - 1) - start)
+
+    def add_scores(self, start: int, scores: tuple[Logprobs | None, ...]) -> bool:
+        """Take in the scores after the tokens from `start` on; False if one is missing, as the logits were not finite.
+
+        What is computed again after a preemption is scored again.
+        """
+        assert self.scores is not None
+        assert start <= len(self.scores), f"{self.request.request_id}: scores from {start} on leave a gap"
+        finite = [score for score in scores if score is not None]
+        self.scores[start:] = finite
+        return len(finite) == len(scores)
+
+    @property
+    def max_reused_tokens(self) -> int | None:
+        """Leading tokens that may come from the cache: those that are yet to be scored must be computed. None: all."""
+        if self.scores is None or self.num_output or len(self.scores) >= self.num_prompt - 1:
+            return None
+        return len(self.scores)
 
     @property
     def is_running(self) -> bool:
@@ -152,6 +178,7 @@ class RequestState:
             error,
             self.timing() if finish_reason is not None else None,
             self.num_dropped_tokens,
+            None if self.scores is None or token_id is None or self.num_output > 1 else (None, *self.scores),
         )
 
     def timing(self) -> RequestTiming:

@@ -235,14 +235,17 @@ class Scheduler:
         self.cache.tiers.land(plan)
         for state, end in flight.restored:
             self._land_restored(state, end)
-        samples, masses = iter(result.samples), iter(result.masses)
+        samples, masses, scores = iter(result.samples), iter(result.masses), iter(result.prompt_logprobs)
         num_prefill = 0
         for state, item in zip(flight.states, plan.items, strict=True):
             sample = next(samples) if item.samples else None
             if item.wants_mass:
                 self._accumulate(state, item, next(masses))
+            is_finite = sample is None or sample.token_id is not None
+            if item.num_scored:
+                is_finite &= state.add_scores(item.start, next(scores))
             num_prefill += self._land(state, item)
-            if not state.has_ended and sample is not None and sample.token_id is None:
+            if not state.has_ended and not is_finite:
                 # What it computed may be as broken as its logits: nothing of this step is published.
                 events.append(self._roster.end(state, None, "error", error=NOT_FINITE))
             elif not state.has_ended:
@@ -251,6 +254,7 @@ class Scheduler:
                 if sample is not None:
                     events.append(self._accept(state, sample, now))
             self._roster.release_if_due(state)
+        assert next(scores, None) is None, f"step {plan.step_id} scores more than it was asked to"
         assert next(samples, None) is None, f"step {plan.step_id} has more samples than it was asked for"
         if flight.replaced_blocks:
             self.cache.release(flight.replaced_blocks)

@@ -14,10 +14,10 @@ from itertools import accumulate
 
 from kvd.cache.manager import CacheManager, blocks_for
 from kvd.cache.prefix_index import IndexedBlock
-from kvd.core import BLOCK_SIZE, PlanItem, Sample, StepPlan, StepResult
+from kvd.core import BLOCK_SIZE, Logprobs, PlanItem, Sample, StepPlan, StepResult
 from kvd.scheduler.budget import UNKNOWN_TOKEN
 
-from .truth import Truth, masses_of, next_value, sampled_token
+from .truth import Truth, masses_of, next_value, sampled_token, score_of
 
 Content = list[int | None]
 
@@ -94,8 +94,9 @@ class FakeRunner:
             self._write(item)
         samples = tuple([self._sample(item) for item in plan.items if item.samples])
         masses = tuple([self._masses(item) for item in plan.items if item.wants_mass])
+        scores = tuple([self._scores(item) for item in plan.items if item.num_scored])
         self.num_tokens += plan.num_tokens
-        return self._result(plan, samples, masses)
+        return self._result(plan, samples, masses, scores)
 
     def check_indexed_blocks(self) -> None:
         """Every shareable block holds the chain of its tokens without a drop, and every known RAM slot is filled."""
@@ -170,8 +171,8 @@ class FakeRunner:
             work.computed.update(range(item.start, min(end, num_prompt)))
         work.has_sampled |= item.samples
         work.largest_chunk = max(work.largest_chunk, item.num_tokens)
-        if truth.request.kv_eviction == "heavy_hitter":
-            return  # it computes what others have, where it needs the attention
+        if truth.request.kv_eviction == "heavy_hitter" or truth.request.num_prompt_logprobs is not None:
+            return  # it computes what others have, where it needs the attention or the logits
         shareable = (num_prompt - 1) // BLOCK_SIZE * BLOCK_SIZE
         if truth.forgotten:
             shareable = min(shareable, truth.forgotten[0][0])
@@ -239,7 +240,21 @@ class FakeRunner:
         values = self.truths[item.request_id].values[item.start : item.start + item.num_tokens]
         return masses_of(values, item.start, [first // BLOCK_SIZE for first in item.first_positions[0]])
 
-    def _result(self, plan: StepPlan, samples: tuple[Sample, ...], masses: Sequence[tuple[float, ...]]) -> StepResult:
+    def _scores(self, item: PlanItem) -> tuple[Logprobs, ...]:
+        truth, end = self.truths[item.request_id], item.start + item.num_scored
+        prompt = truth.request.prompt_token_ids
+        assert truth.request.num_prompt_logprobs is not None, f"{item.request_id} did not ask for scores"
+        assert item.num_scored <= item.num_tokens
+        assert end < len(prompt), f"{item.request_id}: no token of the prompt follows the one at {end - 1}"
+        return tuple([score_of(truth.values[at], prompt[at + 1]) for at in range(item.start, end)])
+
+    def _result(
+        self,
+        plan: StepPlan,
+        samples: tuple[Sample, ...],
+        masses: Sequence[tuple[float, ...]],
+        scores: tuple[tuple[Logprobs, ...], ...],
+    ) -> StepResult:
         speed = self.speed
         num_decodes = sum(item.samples and item.num_tokens == 1 for item in plan.items)
         save, restore = len(plan.saves) * speed.move_seconds, len(plan.restores) * speed.move_seconds
@@ -247,7 +262,7 @@ class FakeRunner:
         if plan.items:
             seconds += speed.decode_seconds + num_decodes * speed.decode_seconds_per_request
             seconds += (plan.num_tokens - num_decodes) * speed.prefill_seconds_per_token
-        return StepResult(plan.step_id, samples, seconds, save, restore, tuple(masses))
+        return StepResult(plan.step_id, samples, seconds, save, restore, tuple(masses), scores)
 
 
 def _empty(number: int) -> list[Content]:

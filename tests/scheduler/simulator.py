@@ -10,6 +10,7 @@ failures, then a drain. Checked besides `invariants`:
   - bounded waiting: until a request is scheduled there are at most as many plans with items as tokens of work (prompt
     and output, again for every preemption) of the requests that ran meanwhile, twice, plus one per step in flight
   - progress: within `num_idle_plans` calls of `plan` something is computed, or somebody gets an event
+  - whoever asks how likely the tokens of its prompt were hears it of each, with its first token
   - cached, computed, recomputed and dropped tokens are reported exactly
   - where nothing was evicted or undone, each full block of a prompt is computed once, whoever wants it
 """
@@ -29,7 +30,7 @@ from kvd.scheduler.scheduler import Scheduler
 
 from .fake_runner import FakeRunner
 from .invariants import check_everything, check_order
-from .truth import Truth
+from .truth import Truth, score_of
 from .worlds import World
 
 PATIENCE = 150
@@ -308,6 +309,7 @@ class Simulation:
             assert event.num_output_tokens == len(one.received)
             assert event.num_prompt_tokens == len(one.truth.request.prompt_token_ids)
             self._check_counts(one, event)
+            self._check_scores(one, event)
             one.last = event
             if event.finish_reason is not None:
                 self._finish(one, event, event.finish_reason)
@@ -324,6 +326,17 @@ class Simulation:
         if event.token_id is not None and work is not None:
             newest = event.num_prompt_tokens + event.num_output_tokens - 2
             assert event.num_dropped_tokens >= len(one.truth.dropped_at(newest)) * BLOCK_SIZE
+
+    def _check_scores(self, one: Lived, event: TokenEvent) -> None:
+        request = one.truth.request
+        if request.num_prompt_logprobs is None or event.token_id is None or event.num_output_tokens > 1:
+            assert event.prompt_logprobs is None
+            return
+        prompt = request.prompt_token_ids
+        expected = [score_of(one.truth.values[at - 1], prompt[at]) for at in range(1, len(prompt))]
+        assert event.prompt_logprobs == (None, *expected), f"{event.request_id}: its prompt is scored wrongly"
+        self.seen["scored"] += 1
+        self.seen["scored and was preempted"] += one.state.num_preemptions > 0
 
     def _finish(self, one: Lived, event: TokenEvent, reason: FinishReason) -> None:
         one.end_step = self.num_productive
@@ -383,7 +396,10 @@ class Simulation:
         assert counters.prompt_tokens_cached >= num_cached
         assert counters.prompt_tokens_cached == num_cached or counters.num_preemptions
         assert counters.prefix_hit_tokens == counters.prompt_tokens_cached
-        assert counters.prefix_query_tokens == counters.prompt_tokens * self.cache.enable_prefix_caching
+        scored = [one.state for one in self.lived.values() if one.truth.request.num_prompt_logprobs is not None]
+        num_not_looked_up = sum(state.num_prompt for state in scored if state.first_scheduled is not None)
+        num_queried = (counters.prompt_tokens - num_not_looked_up) * self.cache.enable_prefix_caching
+        assert counters.prefix_query_tokens == num_queried
         assert counters.generation_tokens == sum(len(one.received) for one in self.lived.values())
         assert counters.recomputed_tokens == sum(one.num_recomputed for one in work.values())
         assert counters.num_preemptions == sum(one.state.num_preemptions for one in self.lived.values())

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvd.core import BLOCK_SIZE, FinishReason, Request
+from kvd.core import BLOCK_SIZE, FinishReason, Logprobs, Request
 from kvd.scheduler.dropping import DropSchedule
 
 VOCAB_SIZE = 50
@@ -30,6 +30,11 @@ def next_value(value: int, token_id: int, forgotten: int = 0) -> int:
 
 def sampled_token(value: int) -> int:
     return (value >> 20) % VOCAB_SIZE
+
+
+def score_of(value: int, token_id: int) -> Logprobs:
+    """How likely `token_id` is behind the token with this value."""
+    return Logprobs(-float((value >> 13) % 997), ((token_id, -1.0),))
 
 
 def fingerprint(dropped: Iterable[int]) -> int:

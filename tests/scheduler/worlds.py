@@ -89,6 +89,8 @@ class World:
         self.operator_rate = 0.0 if self.is_ample else rng.choice((0.0, 0.02, 0.1))
         # Which blocks are forgotten is counted in the first group, which must have all of them.
         self.forgetting_rate = rng.choice((0.0, 0.0, 0.2, 0.7)) if not self.windows[0] else 0.0
+        self.scores = random.Random(f"scores {self.seed}")  # of its own: the other choices stay what they were
+        self.scoring_rate = 0.3 if self.seed % 4 == 1 else 0.0
         self.output_lengths = (1, 5, 30, 100, 200)
         if self.is_crowded or self.is_tiered:
             self.output_lengths = (100, 200) if self.is_crowded else (1, 2, 5, 20)
@@ -166,6 +168,7 @@ class World:
             deadline=now + rng.choice((1.0, 10.0, 60.0)) if is_hasty else None,
             kv_eviction=mode,
             kv_budget_tokens=rng.choice((None, 64, 70, 100, 200)),
+            num_prompt_logprobs=1 if self.scores.random() < self.scoring_rate else None,
         )
 
     def _make_prompt(self, longest_prompt: int, answers: list[list[int]]) -> list[int]:
