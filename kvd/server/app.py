@@ -9,7 +9,7 @@ from aiohttp import web
 
 from kvd.errors import RequestError
 from kvd.observe.event_log import EventLog
-from kvd.server import cache_control, control, operations, responses_api
+from kvd.server import cache_control, control, messages_api, operations, responses_api
 from kvd.server.bodies import BodyBudget
 from kvd.server.chat import chat_completions
 from kvd.server.completions import completions
@@ -27,6 +27,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/completions", completions),
     ("POST", "/responses", responses_api.responses),
+    ("POST", "/messages", messages_api.messages),
+    ("POST", "/messages/count_tokens", messages_api.count_tokens),
     ("GET", "/models", operations.list_models),
     ("GET", "/models/{model:.+}", operations.retrieve_model),
     ("GET", "/health", operations.health),
@@ -62,6 +64,7 @@ def build_app(
         limits=Limits(config.max_waiting),
         bodies=BodyBudget(config.max_body_bytes_in_flight),
         event_log=event_log or EventLog(),
+        grammars=text.open_grammars(end_token_ids=config.end_token_ids, num_logits=engine.info.vocab_size),
     )
     for method, path, handler in ROUTES:
         for prefix in ("", "/v1"):

@@ -10,7 +10,7 @@ import msgspec
 from kvd.errors import RequestError
 from kvd.server.common_types import GenerationFields, check_max_tokens
 from kvd.server.responses import invalid, short
-from kvd.server.validation import check_choice, check_range, unsupported
+from kvd.server.validation import check_choice, check_range
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -39,6 +39,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def check(self, path: str) -> None:
         check_choice(f"{path}.role", self.role, _ROLES)
@@ -50,14 +51,17 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
     @property
     def num_characters(self) -> int:
-        if isinstance(self.content, list):
-            return sum(len(part.text or "") for part in self.content)
-        return len(self.content or "")
+        texts = [part.text for part in self.content] if isinstance(self.content, list) else [self.content]
+        texts += [call.function.arguments for call in self.tool_calls or ()]
+        texts += [self.reasoning_content or self.reasoning]
+        return sum(len(text or "") for text in texts)
 
     def for_template(self) -> dict[str, Any]:
         """The message as an OpenAI object of builtins; the template's side brings it into the template's form."""
         message: dict[str, Any] = msgspec.to_builtins(self)
         message["content"] = message["content"] or ""
+        reasoning = message.pop("reasoning")
+        message["reasoning_content"] = message["reasoning_content"] or reasoning
         return {key: value for key, value in message.items() if value is not None}
 
 
@@ -65,6 +69,12 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as an OpenAI object of builtins."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -103,6 +113,26 @@ class ChatRequest(GenerationFields, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def offered_functions(self) -> list[FunctionDefinition]:
+        """What the model is told of."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.function for tool in self.tools or () if tool.function is not None]
+
+    @property
+    def required_functions(self) -> list[FunctionDefinition]:
+        """Of which the model must call one; empty: it is free."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            wanted = self.tool_choice.function.name
+            return [function for function in self.offered_functions if function.name == wanted]
+        return self.offered_functions if self.tool_choice == "required" else []
+
+    @property
+    def is_one_call(self) -> bool:
+        """At most one call is wanted."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
     def opens_answer(self) -> bool:
         """Whether the template begins a new assistant turn after the messages."""
         if self.add_generation_prompt is None:
@@ -124,11 +154,6 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         self._check_tools()
         self._check_template()
-
-    def refuse_unsupported(self) -> None:
-        if self.tools:
-            raise unsupported("tools", "this server does not offer tool calls yet; leave it out or send []")
-        super().refuse_unsupported()
 
     def _check_tools(self) -> None:
         names = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,9 +18,11 @@ from kvd.errors import EngineFailure, RequestError, ServerOverloaded
 from kvd.server.interfaces import TokenStream
 from kvd.server.logprobs import LogprobTracker, TokenLogprob
 from kvd.server.state import ServerState
+from kvd.text.answer_form import AnswerForm
 from kvd.text.detokenizer import OutputStream
+from kvd.text.grammar import Grammar
 from kvd.text.output_parser import OutputParser
-from kvd.text.parts import Part
+from kvd.text.parts import Part, join_parts
 
 StopReason = Literal["stop", "length"]
 
@@ -128,7 +130,7 @@ class Choice:
         if finish_reason is not None and self._parser is not None:
             parts += self._parser.finish(finish_reason, self._output.stop_string)
         logprobs = () if self._tracker is None else tuple(self._tracker.take())
-        return Piece(self.index, "".join(texts), logprobs, finish_reason, tuple(parts))
+        return Piece(self.index, "".join(texts), logprobs, finish_reason, tuple(join_parts(parts)))
 
     def _parse(self, text: str, parts: list[Part]) -> None:
         """A token that begins, continues or ends the reasoning counts as a part of it."""
@@ -252,8 +254,8 @@ async def _merge(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
 class GenerationJob:
     """What an endpoint wants generated: `choices_per_prompt` engine requests per prompt.
 
-    The choice `j` of prompt `i` has the index `i * choices_per_prompt + j`. With `make_parser` each choice's text is
-    taken apart by a parser of its own.
+    The choice `j` of prompt `i` has the index `i * choices_per_prompt + j`. With a `form` each choice's text is taken
+    apart by a parser of its own.
     """
 
     request_id: str
@@ -268,7 +270,8 @@ class GenerationJob:
     kv_eviction: KVEviction
     kv_budget_tokens: int | None
     choices_per_prompt: int = 1
-    make_parser: Callable[[], OutputParser] | None = None
+    form: AnswerForm | None = None
+    grammar: Grammar | None = None
 
     def requests(self) -> list[Request]:
         arrival = time.monotonic()
@@ -291,6 +294,7 @@ class GenerationJob:
                 choice_index=index,
                 kv_eviction=self.kv_eviction,
                 kv_budget_tokens=self.kv_budget_tokens,
+                **({} if self.grammar is None else {"grammar": self.grammar}),
             )
             for index, (prompt, sampling) in enumerate(choices)
         ]
@@ -336,7 +340,8 @@ def _start(state: ServerState, job: GenerationJob, request: Request) -> Choice:
         min_tokens=sampling.min_tokens,
         continues_text=job.continues_text,
         track_tokens=wants_logprobs,
+        shown_token_ids=frozenset() if job.form is None else job.form.shown_token_ids,
     )
     tracker = LogprobTracker(state.text, output) if wants_logprobs else None
-    parser = None if job.make_parser is None else job.make_parser()
+    parser = None if job.form is None else job.form.open_parser()
     return Choice(request.choice_index, state.submit(request), output, tracker, parser)

@@ -113,7 +113,7 @@ async def _encode(state: ServerState, body: TokenizeRequest) -> list[int]:
             chat_template_kwargs=body.chat_template_kwargs,
         )
         chat.check(state.vocab_size)
-        return await encode_chat_request(state, chat)
+        return (await encode_chat_request(state, chat)).token_ids
     assert body.prompt is not None
     token_ids = await encode_text(state, body.prompt)
     if body.add_special_tokens is False:

@@ -16,6 +16,7 @@ from kvd.server.chat_types import ChatRequest
 from kvd.server.completion_types import Prompt
 from kvd.server.state import ServerState
 from kvd.server.validation import decode_body
+from kvd.text.answer_form import ChatPrompt
 
 T = TypeVar("T")
 
@@ -43,24 +44,27 @@ async def encode_text(state: ServerState, text: str) -> list[int]:
     return _check_known(state, token_ids, param="prompt")
 
 
-async def encode_chat_request(state: ServerState, body: ChatRequest) -> list[int]:
-    """Token ids of a conversation under the chat template."""
+async def encode_chat_request(state: ServerState, body: ChatRequest) -> ChatPrompt:
+    """A conversation under the chat template, with the tools that are on offer."""
+    tools = body.offered_functions
 
-    def render() -> list[int]:
-        return state.text.encode_chat(
+    def render() -> ChatPrompt:
+        return state.text.prepare_chat(
             [message.for_template() for message in body.messages],
             add_generation_prompt=body.opens_answer,
             continue_final_message=bool(body.continue_final_message),
+            tools=[tool.for_template() for tool in tools] or None,
             template_kwargs=body.chat_template_kwargs,
             limit_tokens=state.engine.info.max_model_len,
         )
 
-    if body.chat_template_kwargs:  # of any size and shape
-        token_ids = await _in_thread(render, param="messages")
+    if body.chat_template_kwargs or tools:  # of any size and shape
+        prompt = await _in_thread(render, param="messages")
     else:
         num_characters = sum(MESSAGE_CHARACTERS + message.num_characters for message in body.messages)
-        token_ids = await _inline_or_thread(state, num_characters, render, param="messages")
-    return _check_known(state, token_ids, param="messages")
+        prompt = await _inline_or_thread(state, num_characters, render, param="messages")
+    _check_known(state, prompt.token_ids, param="messages")
+    return prompt
 
 
 async def encode_prompt(state: ServerState, prompt: Prompt) -> tuple[int, ...]:
@@ -97,19 +101,17 @@ def _check_known(state: ServerState, token_ids: list[int], *, param: str) -> lis
     return token_ids
 
 
-async def _inline_or_thread(
-    state: ServerState, num_characters: int, work: Callable[[], list[int]], *, param: str
-) -> list[int]:
+async def _inline_or_thread(state: ServerState, num_characters: int, work: Callable[[], T], *, param: str) -> T:
     if num_characters > state.settings.inline_characters:
         return await _in_thread(work, param=param)
     return _blaming(work, param)
 
 
-async def _in_thread(work: Callable[[], list[int]], *, param: str) -> list[int]:
+async def _in_thread(work: Callable[[], T], *, param: str) -> T:
     return await asyncio.to_thread(_blaming, work, param)
 
 
-def _blaming(work: Callable[[], list[int]], param: str) -> list[int]:
+def _blaming(work: Callable[[], T], param: str) -> T:
     try:
         return work()
     except ContextLengthExceeded as error:

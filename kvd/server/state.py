@@ -23,6 +23,7 @@ from kvd.server.keys import Client
 from kvd.server.limits import Limits
 from kvd.server.responses import short
 from kvd.server.settings import ServerSettings
+from kvd.text.grammar import GrammarCompiler
 from kvd.text.text_model import TextModel
 from kvd.views import EngineInfo
 
@@ -41,6 +42,7 @@ class ServerState:
     limits: Limits
     bodies: BodyBudget
     event_log: EventLog
+    grammars: GrammarCompiler
     metrics: MetricsExporter = field(default_factory=MetricsExporter)
     is_draining: bool = False
     is_closing: asyncio.Event = field(default_factory=asyncio.Event)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
 from kvd.errors import CheckpointError, RequestError
 from kvd.text.literals import ControlTokens, Literals, Rendered
@@ -29,6 +29,7 @@ class ChatTemplate:
     """One model's chat template.
 
     literal_text   every string the template itself may write, to tell which tokens it uses
+    offers_tools   it has a way of its own to show tools to the model
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -46,6 +47,7 @@ class ChatTemplate:
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
         literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self.literal_text = "\0".join(literals)
+        self.offers_tools = "tools" in meta.find_undeclared_variables(tree)
         self._knows_developer = "developer" in self.literal_text
 
     def render(

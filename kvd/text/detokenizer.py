@@ -42,7 +42,7 @@ class OutputStream:
 
     __slots__ = (
         "_decoder", "_held", "_include_stop", "_matcher", "_min_tokens", "_num_shown_of_head", "_shown",
-        "_strips_space", "_table", "_unshown", "num_tokens", "stop_string", "stopped",
+        "_shown_token_ids", "_strips_space", "_table", "_unshown", "num_tokens", "stop_string", "stopped",
     )  # fmt: skip
 
     def __init__(
@@ -54,11 +54,13 @@ class OutputStream:
         min_tokens: int = 0,
         continues_text: bool = False,
         track_tokens: bool = False,
+        shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         """`continues_text`: keep the leading space that a sentencepiece model's first word carries.
 
         `min_tokens`: a stop string completed within that many tokens is ordinary text.
         `track_tokens`: `take_tokens` will be used; it costs a little per token.
+        `shown_token_ids`: special tokens that appear in the text nevertheless, for whoever parses it.
         """
         self._table = table
         self._matcher = StopMatcher(stop) if stop else None
@@ -67,6 +69,7 @@ class OutputStream:
         self._decoder = _new_utf8_decoder("replace")
         self._strips_space = table.strips_leading_space and not continues_text
         self._held = ""  # decoded, but possibly the beginning of a stop string
+        self._shown_token_ids = shown_token_ids
         self._unshown: deque[TokenText] | None = deque() if track_tokens else None
         self._shown: list[TokenText] = []
         self._num_shown_of_head = 0  # characters of the first unshown token that are visible already
@@ -81,6 +84,8 @@ class OutputStream:
             if self.stopped:
                 break
             data = self._table.visible_bytes(token_id)
+            if token_id in self._shown_token_ids:
+                data = self._table.token_bytes[token_id]
             if self._strips_space and data:
                 self._strips_space = False
                 data = data.removeprefix(b" ")

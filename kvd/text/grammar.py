@@ -80,6 +80,8 @@ class GrammarSpec:
     strict        for JSON schemas: `oneOf` is refused instead of taken for `anyOf`
     lenient       for JSON schemas: what a grammar cannot express is left to the model instead of refused
     begins_after  the text, such as `</think>`, up to which the model may write what it likes first; None: nothing
+    opens_with    the text, such as `<think>`, with which such a beginning opens; it may then be left out altogether
+    alternative   what the answer may be as well
     param         the field of the request body that errors name
     """
 
@@ -88,6 +90,8 @@ class GrammarSpec:
     strict: bool = False
     lenient: bool = False
     begins_after: str | None = None
+    opens_with: str | None = None
+    alternative: GrammarSpec | None = None
     param: str = field(default="response_format", compare=False)
 
 
@@ -210,16 +214,21 @@ _NAMES: dict[GrammarKind, str] = {
 def _grammars(spec: GrammarSpec, vocabulary: TokenizerForGrammars) -> list[dict[str, Any]]:
     """The first of these is where an answer begins; others are called by name."""
     grammars = _answer(spec, vocabulary)
+    if spec.alternative is not None:
+        others = _answer(spec.alternative, vocabulary)
+        grammars[0]["name"], others[0]["name"] = "first", "second"
+        grammars = [{"lark_grammar": "start: @first | @second"}, *grammars, *others]
     if sum(len(json.dumps(each)) for each in grammars) > MAX_SOURCE_CHARACTERS:
         raise RequestError(f"{_NAMES[spec.kind]} is too large", param=spec.param)
     if spec.begins_after is None:
         return grammars
     grammars[0]["name"] = "answer"
-    head = f"start: before {vocabulary.literal(spec.begins_after)} @answer\n"
+    before = "before" if spec.opens_with is None else f"({vocabulary.literal(spec.opens_with)} before)?"
     if vocabulary.is_control(spec.begins_after):
-        head += "before: /(.|\\n)*/\n"
+        rule = f"before: /(.|\\n)*/ {vocabulary.literal(spec.begins_after)} blank"
     else:
-        head = f"start: before @answer\nbefore[suffix={json.dumps(spec.begins_after)}]: /(.|\\n)*/\n"
+        rule = f"before: thought blank\nthought[suffix={json.dumps(spec.begins_after)}]: /(.|\\n)*/"
+    head = f'start: {before} @answer\n{rule}\nblank: "\\n"{{0,2}}\n'
     return [{"lark_grammar": head}, *grammars]
 
 

@@ -8,7 +8,8 @@ the answer ended within the call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
@@ -67,3 +68,20 @@ class Finish:
 
 
 Part = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments | ToolCallEnd | Finish
+
+
+def join_parts(parts: Iterable[Part]) -> list[Part]:
+    """The same parts, with neighbouring deltas of one kind as one. Deltas must not have log probabilities yet."""
+    joined: list[Part] = []
+    for part in parts:
+        before = joined[-1] if joined else None
+        match before, part:
+            case TextDelta(), TextDelta() if part.start == before.start + len(before.text):
+                joined[-1] = replace(before, text=before.text + part.text)
+            case ReasoningDelta(), ReasoningDelta():
+                joined[-1] = ReasoningDelta(before.text + part.text)
+            case ToolCallArguments(), ToolCallArguments() if part.call_index == before.call_index:
+                joined[-1] = replace(before, text=before.text + part.text)
+            case _:
+                joined.append(part)
+    return joined

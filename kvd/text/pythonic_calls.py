@@ -66,7 +66,11 @@ def _reads_call(source: AnswerSource, tool_names: Collection[str]) -> Steps[bool
     if name not in tool_names or source.held[-1] != "(":
         return False
     num_arguments = 0
-    while (char := (yield from source.skip_spaces())) != ")":
+    is_whole = False
+    while not is_whole:
+        if (char := (yield from source.skip_spaces())) == ")":
+            is_whole = True
+            break
         key = yield from read_name(source, char)
         char = source.held[-1]
         if char.isspace():
@@ -79,17 +83,16 @@ def _reads_call(source: AnswerSource, tool_names: Collection[str]) -> Steps[bool
         source.drop()
         source.add_arguments(f"{', ' if num_arguments else '{'}{json.dumps(key)}: {_as_json(value)}")
         num_arguments += 1
-        if char == ")":
-            break
+        is_whole = char == ")"
     if num_arguments:
         source.add_arguments("}")
-    elif char == ")":
+    elif is_whole:
         source.begin_call(name)
         source.add_arguments("{}")
     else:
         return False
     source.end_call()
-    return char == ")"
+    return is_whole
 
 
 def _read_value(source: AnswerSource) -> Steps[tuple[str, str]]:

@@ -15,14 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from kvd.errors import RequestError
+from kvd.text.answer_form import AnswerForm, ChatPrompt
 from kvd.text.chat_template import ChatTemplate
 from kvd.text.detokenizer import OutputStream
 from kvd.text.grammar import GrammarCompiler
+from kvd.text.output_parser import THINK_CLOSE, THINK_OPEN
 from kvd.text.tokenizer import Tokenizer
+from kvd.text.tool_formats import Mistral
+from kvd.text.tool_prompt import as_plain_messages, choose_format, speaks_format, with_short_ids
+
+_END_CHARACTERS = 64
+"""Of a rendered prompt, where the mark that opens the reasoning is looked for."""
 
 
 class TextModel:
-    """Tokenizer, chat template and detokenizer of one model."""
+    """Tokenizer, chat template and detokenizer of one model.
+
+    tool_format   how it writes tool calls; None: they are not looked for
+    reasons       whether its answers may begin with reasoning
+    """
 
     def __init__(
         self,
@@ -32,9 +43,12 @@ class TextModel:
         adds_bos: bool,
         bos_token_id: int | None,
         special_tokens: dict[str, str],
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         """`special_tokens`: the names that templates use (bos_token, eos_token, …) and their text.
 
+        `tool_call_parser`, `reasoning_parser`: the settings of these names; auto goes by the chat template.
         Raises CheckpointError for a tokenizer or template that cannot be read, UnsupportedModel for a kind of
         tokenizer that is not served.
         """
@@ -43,6 +57,8 @@ class TextModel:
         self._tokenizer = Tokenizer(tokenizer_json, template_text=template_text)
         self._bos_token_id = bos_token_id if adds_bos else None
         self.vocab_size = self._tokenizer.vocab_size
+        self.tool_format = choose_format(tool_call_parser, self._template)
+        self.reasons = reasoning_parser == "think" or (reasoning_parser == "auto" and THINK_OPEN in template_text)
 
     @property
     def has_chat_template(self) -> bool:
@@ -71,9 +87,35 @@ class TextModel:
         open. Raises RequestError (400) when there is no template, or when it refuses the messages, and
         ContextLengthExceeded like `encode_prompt`.
         """
-        if self._template is None:
+        return self.prepare_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            limit_tokens=limit_tokens,
+        ).token_ids
+
+    def prepare_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        limit_tokens: int | None = None,
+    ) -> ChatPrompt:
+        """As `encode_chat`, with what the prompt says about the answer."""
+        template = self._template
+        if template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        rendered = self._template.render(
+        tool_format = self.tool_format
+        if tool_format is not None and not speaks_format(template, tool_format):
+            messages, tools = as_plain_messages(messages, tools or (), tool_format, template), None
+        elif isinstance(tool_format, Mistral):
+            messages = with_short_ids(messages)
+        rendered = template.render(
             messages,
             self._tokenizer.control,
             add_generation_prompt=add_generation_prompt,
@@ -81,7 +123,31 @@ class TextModel:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-        return self._with_bos(self._tokenizer.encode(rendered.text, rendered.control_spans, limit_tokens=limit_tokens))
+        ids = self._with_bos(self._tokenizer.encode(rendered.text, rendered.control_spans, limit_tokens=limit_tokens))
+        if not self.reasons:
+            return ChatPrompt(ids)
+        if continue_final_message:
+            begun = str(messages[-1].get("content") or "")
+            return ChatPrompt(ids, not begun, begun.rfind(THINK_OPEN) > begun.rfind(THINK_CLOSE))
+        end = rendered.text[-_END_CHARACTERS:].rstrip()
+        return ChatPrompt(ids, not end.endswith(THINK_CLOSE), add_generation_prompt and end.endswith(THINK_OPEN))
+
+    def answer_form(self, prompt: ChatPrompt, *, tool_names: Iterable[str] = (), one_call: bool = False) -> AnswerForm:
+        """How to take the answer to a prompt apart. `tool_names`: what it may call."""
+        names = frozenset(tool_names)
+        tool_format = self.tool_format if names else None
+        markers = () if tool_format is None else tool_format.markers
+        if prompt.may_reason or prompt.starts_in_reasoning:
+            markers = (*markers, THINK_OPEN, THINK_CLOSE)
+        control_ids = self._tokenizer.control_ids
+        return AnswerForm(
+            tool_format,
+            names,
+            one_call,
+            prompt.may_reason,
+            prompt.starts_in_reasoning,
+            frozenset(control_ids[marker] for marker in markers if marker in control_ids),
+        )
 
     def _with_bos(self, token_ids: list[int]) -> list[int]:
         bos = self._bos_token_id
@@ -114,6 +180,7 @@ class TextModel:
         min_tokens: int = 0,
         continues_text: bool = False,
         track_tokens: bool = False,
+        shown_token_ids: frozenset[int] = frozenset(),
     ) -> OutputStream:
         """A new incremental detokenizer, for one choice; see `OutputStream`. Raises RequestError for bad `stop`."""
         return OutputStream(
@@ -123,6 +190,7 @@ class TextModel:
             min_tokens=min_tokens,
             continues_text=continues_text,
             track_tokens=track_tokens,
+            shown_token_ids=shown_token_ids,
         )
 
     def open_grammars(self, *, end_token_ids: Iterable[int], num_logits: int) -> GrammarCompiler:

@@ -10,6 +10,7 @@ from tests.server.conftest import USER, Harness
 from tests.server.fakes import VOCAB_SIZE
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+BAD_TOOL = {"type": "function", "function": {"name": "bad", "parameters": {"type": "strnig"}}}
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("temperature", -1), ("temperature", 2.01), ("top_p", 0), ("top_p", 7), ("top_p", -0.1),
@@ -84,11 +85,15 @@ def tool_named(name: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def json_schema(**fields: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": fields}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [TOOL]}, "tools"),
-        ({"tools": [TOOL], "tool_choice": "none"}, "tools"),
+        ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+        ({"tools": [BAD_TOOL], "tool_choice": tool_named("bad")}, "tools"),
         ({"tools": [tool_named("a b")]}, "tools[0].function.name"),
         ({"tools": [TOOL, tool_named("x" * 65)]}, "tools[1].function.name"),
         ({"tools": [tool_named("")]}, "tools[0].function.name"),
@@ -101,9 +106,11 @@ def tool_named(name: object) -> dict[str, Any]:
         ({"tool_choice": tool_named("look_up")}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": tool_named("other")}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "x", "function": {"name": "look_up"}}}, "tool_choice.type"),
-        ({"n": 2}, "n"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
+        (json_schema(name="x"), "response_format.json_schema.schema"),
+        (json_schema(schema=[]), "response_format.json_schema"),
+        (json_schema(schema={"type": "strnig"}), "response_format"),
+        (json_schema(schema={"type": "object", "not": {}}), "response_format"),
+        (json_schema(schema={"$ref": "#/nowhere"}), "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {}}, "response_format"),
@@ -114,8 +121,20 @@ def tool_named(name: object) -> dict[str, Any]:
         ({"kv_eviction": "streaming", "kv_budget_tokens": 2**31 + 1}, "kv_budget_tokens"),
         ({"kv_eviction": "none", "kv_budget_tokens": 256}, "kv_budget_tokens"),
         ({"kv_budget_tokens": 256}, "kv_budget_tokens"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"type": "strnig"}}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": "a"}, "guided_choice"),
+        ({"guided_choice": ["a", 1]}, "guided_choice"),
+        ({"guided_grammar": "nonsense"}, "guided_grammar"),
+        ({"structured_outputs": "a"}, "structured_outputs"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
