@@ -9,6 +9,8 @@ from typing import Any
 from kvd.errors import ContextLengthExceeded, RequestError
 
 _MESSAGES_PATH = re.compile(r"(/v1)*/messages(/.*)?", re.DOTALL)  # also with a doubled base path
+_CHAT_FORMAT = re.compile(r"\bresponse_format(\.json_schema)?\b")
+"""What the chat form calls `output_config.format`."""
 
 _KINDS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -37,10 +39,12 @@ def messages_error_object(error: RequestError, request_id: str) -> dict[str, Any
 
 
 def _message(error: RequestError) -> str:
-    """Agents read the two numbers of an overflow to know how much to leave out; the longest prompt that is served
+    """The text, with names as this protocol has them.
+
+    Agents read the two numbers of an overflow to know how much to leave out; the longest prompt that is served
     leaves one token of the context to the answer.
     """
     if isinstance(error, ContextLengthExceeded):
         num_tokens, limit = error.extra["n_prompt_tokens"], error.extra["n_ctx"]
         return f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum"
-    return str(error)
+    return _CHAT_FORMAT.sub("output_config.format", str(error))

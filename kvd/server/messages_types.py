@@ -10,6 +10,7 @@ in errors as the client spelled them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -28,12 +29,13 @@ from kvd.server.chat_types import (
 )
 from kvd.server.common_types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, check_max_tokens
 from kvd.server.responses import invalid, short
-from kvd.server.validation import check_choice
+from kvd.server.validation import check_choice, convert_value
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Begins a system block that Claude Code changes on every request."""
 
 _ROLES = ("user", "assistant", "system")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 _TURN_SEPARATOR = "\n"
 _SYSTEM_SEPARATOR = "\n\n"
@@ -65,6 +67,7 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
     @property
     def is_custom(self) -> bool:
@@ -120,9 +123,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             if not tool.is_custom:
                 continue
-            for field in ("name", "input_schema"):
-                if getattr(tool, field) is None:
-                    raise invalid(f"tools[{index}].{field}", f"'tools[{index}].{field}' is required")
+            if not _TOOL_NAME.fullmatch(tool.name or ""):
+                raise invalid(f"tools[{index}].name", f"'tools[{index}].name' must be 1 to 64 of A-Z a-z 0-9 _ -")
+            if tool.input_schema is None:
+                raise invalid(f"tools[{index}].input_schema", f"'tools[{index}].input_schema' is required")
         if (choice := self.tool_choice) is None:
             return
         check_choice("tool_choice.type", choice.type, ("auto", "any", "tool", "none"))
@@ -137,7 +141,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             Tool(
                 type="function",
                 function=FunctionDefinition(
-                    name=tool.name or "", description=tool.description, parameters=tool.input_schema
+                    name=tool.name or "",
+                    description=tool.description,
+                    parameters=tool.input_schema,
+                    strict=tool.strict,
                 ),
             )
             for tool in self.tools or ()
@@ -296,10 +303,7 @@ def _result_text(content: Any, path: str) -> str:
     """`content` of a tool_result: nothing, a string, or text blocks."""
     if content is None or isinstance(content, str):
         return content or ""
-    try:
-        blocks = msgspec.convert(content, list[Block])
-    except msgspec.ValidationError:
-        raise invalid(path, f"'{path}' must be a string or a list of blocks") from None
+    blocks = convert_value(content, list[Block], path)
     return _TURN_SEPARATOR.join(_text_of(block, f"{path}[{index}]") for index, block in enumerate(blocks))
 
 

@@ -34,7 +34,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def list_models(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    models = [_describe_model(state, name) for name in state.listed_names]
+    models = [_describe_model(request, name) for name in state.listed_names]
     return json_response(
         {
             "object": "list",
@@ -48,12 +48,12 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def retrieve_model(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return json_response(_describe_model(state, state.resolve_model(request.match_info["model"])))
+    return json_response(_describe_model(request, state.resolve_model(request.match_info["model"])))
 
 
-def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
+def _describe_model(request: web.Request, name: str) -> dict[str, Any]:
     """OpenAI's fields, vLLM's `max_model_len`, and those that Anthropic's clients read."""
-    info = state.engine.info
+    info = request.app[STATE].engine.info
     created = datetime.datetime.fromtimestamp(info.created, datetime.UTC)
     return {
         "id": name,
@@ -65,6 +65,17 @@ def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **(_anthropic_fields(info.max_model_len) if "anthropic-version" in request.headers else {}),
+    }
+
+
+def _anthropic_fields(max_model_len: int) -> dict[str, Any]:
+    """What a client that says it speaks Anthropic's protocol expects beyond that."""
+    return {
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len - 1,
+        "max_tokens": max_model_len - 1,
+        "capabilities": None,
     }
 
 
