@@ -63,8 +63,8 @@ async def _stream(
             job = await open_chat(state, translation.chat, request_id=request_id, client=client, endpoint="responses")
             with run_chat(state, job) as answer:
                 yield draft.begin()
-                async for arrival in answer.parts():
-                    yield draft.events(arrival.part)
+                async for batch in answer.batches():
+                    yield b"".join(draft.events(arrival.part) for arrival in batch)
                 yield draft.complete(answer.usage)
     except ContextLengthExceeded as error:
         yield draft.fail(error)

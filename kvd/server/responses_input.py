@@ -272,7 +272,9 @@ def _allowed_tools(tools: dict[str, FunctionTool], choice: dict[str, Any]) -> tu
 
 
 def _to_chat_tool(tool: FunctionTool) -> Tool:
-    function = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters)
+    function = FunctionDefinition(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
     return Tool(type="function", function=function)
 
 

@@ -124,7 +124,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """The one kind of tool that a model is offered; `strict` is true where nothing is said."""
+    """The one kind of tool that a model is offered."""
 
     name: str
     description: str | None = None
@@ -137,7 +137,7 @@ class FunctionTool(msgspec.Struct, kw_only=True):
             "name": self.name,
             "description": self.description,
             "parameters": self.parameters,
-            "strict": self.strict is not False,
+            "strict": self.strict is True,
         }
 
 

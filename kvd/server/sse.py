@@ -108,8 +108,7 @@ async def _send(
                 await writer.write(data)
     if failure is not None:
         await writer.write(form.failure(failure))
-    if form.done:
-        await writer.write(form.done)
+    await writer.write(form.done)
 
 
 def _as_request_error(error: Exception, request: web.Request) -> RequestError:
@@ -129,6 +128,8 @@ class _Writer:
         self.written_at = self._clock()
 
     async def write(self, data: bytes) -> None:
+        if not data:
+            return
         self.written_at = self._clock()
         await self._response.write(data)
 
