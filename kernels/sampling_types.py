@@ -27,6 +27,8 @@ class SamplingBatch:
     output_counts   the same for output tokens
     bias            (token ids, float32 values) to add, or None
     banned          int64 token ids with probability 0 (stop tokens before min_tokens), or None
+    masks           int32 [⌈vocab / 32⌉], bit i % 32 of word i // 32 says whether token i may be sampled, or None: all
+                    may. Some token must be left that is neither masked out nor banned.
     """
 
     temperature: torch.Tensor
@@ -43,6 +45,7 @@ class SamplingBatch:
     output_counts: list[Ragged | None]
     bias: list[Ragged | None]
     banned: list[torch.Tensor | None]
+    masks: list[torch.Tensor | None]
     num_rows: int = 0
     max_logprobs: int = -1
     has_ragged: bool = False
@@ -56,7 +59,7 @@ class SamplingBatch:
         top_k, seeds, positions, num_logprobs = integers
         return cls(
             temperature, top_k, top_p, min_p, presence, frequency, repetition, seeds, positions, num_logprobs,
-            [None] * max_seqs, [None] * max_seqs, [None] * max_seqs, [None] * max_seqs,
+            [None] * max_seqs, [None] * max_seqs, [None] * max_seqs, [None] * max_seqs, [None] * max_seqs,
         )  # fmt: skip
 
 
@@ -65,7 +68,7 @@ class SamplingResult:
     """token_ids: R ids, None where the row is not finite.
 
     logprobs: per row None or (logprob of the token, [(id, logprob) best first]).
-    Logprobs are of the raw distribution: before bias, penalties, temperature and truncation.
+    Logprobs are of the raw distribution: before bias, penalties, ban, mask, temperature and truncation.
     """
 
     token_ids: list[int | None]

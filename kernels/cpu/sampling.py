@@ -29,13 +29,14 @@ class Sampler:
         self._top_ids = torch.zeros((max_seqs, 0), dtype=torch.int64)
         self._top_logprobs = torch.zeros((max_seqs, 0), dtype=torch.float64)
         self._ragged = tuple(_RaggedRows(max_seqs) for _ in range(4))
+        self._masks = (ctypes.c_void_p * max_seqs)()
         self._has_ragged = False
         empty = Ragged(None, None, None)
         self.args = SampleArgs(
             rows, logits.data_ptr(), vocab_size, params.temperature.data_ptr(), params.top_p.data_ptr(),
             params.min_p.data_ptr(), params.presence.data_ptr(), params.frequency.data_ptr(),
             params.repetition.data_ptr(), params.top_k.data_ptr(), params.seeds.data_ptr(),
-            params.positions.data_ptr(), params.num_logprobs.data_ptr(), empty, empty, empty, empty,
+            params.positions.data_ptr(), params.num_logprobs.data_ptr(), empty, empty, empty, empty, None,
             self._token_ids.data_ptr(), self._logprobs.data_ptr(), None, None, 0,
         )  # fmt: skip
 
@@ -57,10 +58,19 @@ class Sampler:
             bias.set(row, params.bias[row])
             ids = params.banned[row]
             banned.set(row, None if ids is None else (ids, ids))
+            self._masks[row] = self._mask_address(params.masks[row])
+        args.masks = ctypes.addressof(self._masks) if params.has_ragged else None
         self._has_ragged = params.has_ragged
         args.prompt, args.output, args.bias, args.banned = (
             (rows.struct for rows in self._ragged) if params.has_ragged else (Ragged(None, None, None),) * 4
         )
+
+    def _mask_address(self, mask: torch.Tensor | None) -> int | None:
+        if mask is None:
+            return None
+        assert mask.dtype is torch.int32
+        assert len(mask) == -(-self._logits.shape[1] // 32)
+        return mask.data_ptr()
 
     def result(self) -> SamplingResult:
         """What the last run chose."""

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class Kernel(IntEnum):
@@ -217,6 +217,7 @@ class SampleArgs(ctypes.Structure):
         ("output", Ragged),
         ("bias", Ragged),
         ("banned", Ragged),
+        ("masks", c_void_p),
         ("token_ids", c_void_p),
         ("logprobs", c_void_p),
         ("top_ids", c_void_p),

@@ -1,4 +1,4 @@
-"""Choosing tokens: bias, penalties, ban, temperature, truncation, one Philox number per row.
+"""Choosing tokens: bias, penalties, ban, mask, temperature, truncation, one Philox number per row.
 
 Row by row in float64, so that a token depends on its own logits and parameters alone. Candidates are sorted only
 as deep as the draw needs. Engine thread; stateless.
@@ -42,7 +42,7 @@ def best(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
 
 
 def adjust(logits: npt.NDArray[np.float32], params: SamplingBatch, row: int) -> Row:
-    """Bias, penalties and ban applied to a float64 copy of one row.
+    """Bias, penalties, ban and mask applied to a float64 copy of one row.
 
     Repetition (CTRL, arXiv 1909.05858) divides positive and multiplies negative logits of every token of prompt
     and output; presence and frequency subtract for output tokens.
@@ -51,7 +51,7 @@ def adjust(logits: npt.NDArray[np.float32], params: SamplingBatch, row: int) -> 
     if not params.has_ragged:
         return values
     bias, prompt, output = params.bias[row], params.prompt_counts[row], params.output_counts[row]
-    banned = params.banned[row]
+    banned, mask = params.banned[row], params.masks[row]
     if bias is not None:
         np.add.at(values, bias[0].numpy(), bias[1].double().numpy())
     repetition = float(params.repetition[row])
@@ -66,6 +66,9 @@ def adjust(logits: npt.NDArray[np.float32], params: SamplingBatch, row: int) -> 
         values[ids] -= float(params.presence[row]) * (counts > 0) + float(params.frequency[row]) * counts
     if banned is not None:
         values[banned.numpy()] = -np.inf
+    if mask is not None:
+        allowed = np.unpackbits(mask.numpy().view(np.uint8), count=values.shape[0], bitorder="little")
+        values[allowed == 0] = -np.inf
     return values
 
 

@@ -25,7 +25,7 @@ from kvd_kernels.ops import SamplingBatch, SamplingResult
 from kvd_kernels.triton import logit_kernels, sampling_kernels
 from kvd_kernels.triton.cards import Card
 from kvd_kernels.triton.device import Device, open_device
-from kvd_kernels.triton.sampling_params import NUMBER_WORDS, Adjustments, Numbers
+from kvd_kernels.triton.sampling_params import NUMBER_WORDS, Adjustments, Masks, Numbers
 from kvd_kernels.triton.variants import ActivationType, Budget, Variant
 
 DRAW_DISTANCE = 2.0**-17
@@ -158,6 +158,7 @@ class Sampler:
         params.top_p.fill_(1.0)
         params.repetition.fill_(1.5)
         params.num_logprobs.fill_(USUAL_LOGPROBS)
+        params.masks = [torch.full((-(-logits.shape[1] // 32),), -1, dtype=torch.int32)] * max_rows
         params.prompt_counts = [(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))] * max_rows
         pending = []
         for temperature in (0.0, 1.0):  # two at a time, as a caller that runs ahead has them
@@ -176,11 +177,14 @@ class Sampler:
         assert logits.is_contiguous()
         assert logits.dtype == torch.float32
         adjustments = Adjustments(params, NUMBER_WORDS * rows)
+        masks = Masks(params, vocab, adjustments.end)
         max_logprobs = params.max_logprobs if rows else -1
-        slot = self._take(rows, adjustments.end, max(max_logprobs, 0))
+        slot = self._take(rows, masks.end, max(max_logprobs, 0))
         words = slot.host_words.numpy()
-        self._numbers.fill(params, words[: NUMBER_WORDS * rows].view(np.int64).reshape(rows, NUMBER_WORDS // 2))
+        numbers = words[: NUMBER_WORDS * rows].view(np.int64).reshape(rows, NUMBER_WORDS // 2)
+        self._numbers.fill(params, numbers)
         adjustments.write(words)
+        masks.write(words, numbers)
         is_greedy = not bool(params.temperature[:rows].any())
         step = _Step(
             logits, slot, rows, vocab, adjustments.num_rows, adjustments.first_line, is_greedy, max_logprobs
@@ -190,7 +194,7 @@ class Sampler:
             self._reserve_scratch(rows)
             self._reserve_lists(adjustments, vocab)
             self._reserve_logprobs(max_logprobs)
-            self.device.copy(self.device.compute, [(slot.words[: adjustments.end], slot.host_words[: adjustments.end])])
+            self.device.copy(self.device.compute, [(slot.words[: masks.end], slot.host_words[: masks.end])])
             self.device.launch(self._launch_kernels, step)
             self.device.copy(self.device.compute, _copies_back(step))
         return PendingTokens(self, step, num_logprobs)
@@ -246,7 +250,7 @@ class Sampler:
                 logit_kernels.adjust, (step.num_adjusted,), logits, slot.words, self._saved, self._seen,
                 step.first_line, _seen_words(vocab), vocab, BLOCK=_ADJUST_BLOCK,
             )  # fmt: skip
-        _call(sampling_kernels.find_peaks, grid, logits, scratch.peaks, vocab, num_tiles, **tiles)
+        _call(sampling_kernels.find_peaks, grid, logits, scratch.peaks, slot.numbers, vocab, num_tiles, **tiles)
         if step.is_greedy:
             _call(
                 sampling_kernels.choose_greedy, (rows,), scratch.peaks, slot.token_ids, num_tiles, MAX_TILES=MAX_TILES
@@ -312,7 +316,7 @@ def variants(card: Card, dtype: ActivationType) -> list[Variant]:
     tiles = {"TILE": TILE, "MAX_TILES": MAX_TILES}
     tile_loads = Budget(min_wide_loads=TILE // (32 * _USUAL_WARPS * 4))
     forms: list[tuple[Any, dict[str, str], dict[str, Any], Budget]] = [
-        (sampling_kernels.find_peaks, {**row, **size}, tiles, tile_loads),
+        (sampling_kernels.find_peaks, {**row, "numbers": "*i64", **size}, tiles, tile_loads),
         (
             sampling_kernels.choose_greedy,
             {"peaks": "*i64", "token_ids": "*i64", "num_tiles": "i32"},

@@ -13,6 +13,8 @@ which on upwards there is enough, either of candidates or of mass.
   choose_greedy  the token of rows whose temperature is 0, from find_peaks alone
 
 Rows have VOCAB contiguous float32 logits. A row has one line of 8 int64 numbers, see `sampling_params.fill_numbers`.
+A row may have a mask, 64 tokens to an int64 word of the same buffer: what it leaves out is no candidate, as if the row
+were shorter. Whether a row is finite does not depend on it.
 """
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-redef"
 
@@ -112,6 +114,19 @@ def load_floats(line):
 
 
 @triton.jit
+def mask_of(line):
+    """Where a row's mask begins among the int64 numbers of all rows; 0: it has none."""
+    return tl.load(line + 7) >> 32
+
+
+@triton.jit
+def is_allowed(numbers, mask_start, ids, inside):
+    """Which ids a row's mask allows; all where there is none."""
+    word = tl.load(numbers + mask_start + (ids >> 6), mask=inside & (mask_start > 0), other=-1)
+    return inside & ((word >> (ids & 63).to(tl.int64)) & 1 != 0)
+
+
+@triton.jit
 def row_peak(peaks, row, num_tiles, MAX_TILES: tl.constexpr):
     """(key, id, value) of the best of a row, int32, int64, float32; key > LARGEST_KEY where the row is not finite."""
     tile = tl.arange(0, MAX_TILES)
@@ -121,13 +136,14 @@ def row_peak(peaks, row, num_tiles, MAX_TILES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def find_peaks(logits, peaks, vocab, num_tiles, TILE: tl.constexpr, MAX_TILES: tl.constexpr):
+def find_peaks(logits, peaks, numbers, vocab, num_tiles, TILE: tl.constexpr, MAX_TILES: tl.constexpr):
     """peaks int64 [rows, MAX_TILES]: `ranked` best of a tile; NOT_FINITE where a logit is not. Grid (rows, tiles)."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
     values = tl.load(logits + row * vocab + ids, mask=inside, other=0.0)
-    best = tl.where(inside, ranked(values, ids), NOTHING)
+    allowed = is_allowed(numbers, mask_of(numbers + row * NUM_NUMBERS), ids, inside)
+    best = tl.where(allowed, ranked(values, ids), NOTHING)
     best = tl.where(is_finite(values), best, NOT_FINITE)
     tl.store(peaks + row * MAX_TILES + tile, tl.max(best, 0))
 
@@ -159,6 +175,7 @@ def measure(logits, peaks, numbers, counts, masses, vocab, num_tiles, TILE: tl.c
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
     values = tl.load(logits + row * vocab + ids, mask=inside, other=0.0)
+    inside = is_allowed(numbers, mask_of(line), ids, inside)
     x, mass = weigh(tl.where(inside, values, peak), peak, factor, floor)
     cell = (row * MAX_TILES + tile) * NUM_LEVELS
     for level in range(NUM_LEVELS):
@@ -168,9 +185,9 @@ def measure(logits, peaks, numbers, counts, masses, vocab, num_tiles, TILE: tl.c
 
 
 @triton.jit
-def plan(line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES: tl.constexpr):
+def plan(line, fraction, counts, masses, row, num_tiles, MAX_TILES: tl.constexpr):
     """What a row's searches can need: (level of candidates that hold it all, their number, those of [MAX_TILES], total
-    mass, mass of what min_p leaves).
+    mass, mass of what min_p leaves, top_k or 0 where it leaves nothing out).
     """
     tile, level = tl.arange(0, MAX_TILES)[:, None], tl.arange(0, NUM_LEVELS)[None, :]
     cells = (row * MAX_TILES + tile) * NUM_LEVELS + level
@@ -181,7 +198,8 @@ def plan(line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES: tl.co
     total = tl.max(level_masses, 0)
     min_p_mass = tl.sum(tl.where(levels == MIN_P_LEVEL, level_masses, 0), 0)
     top_k = tl.load(line)
-    if (top_k > 0) & (top_k < vocab):
+    top_k = tl.where(top_k < tl.max(level_counts, 0), top_k, 0)
+    if top_k > 0:
         enough = level_counts >= top_k  # whatever is drawn is among these
     else:
         bound = top_p_mass(line, total)
@@ -190,7 +208,7 @@ def plan(line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES: tl.co
         enough = level_masses >= bound
     chosen = tl.min(tl.where(enough & (levels != MIN_P_LEVEL), levels, WHOLE), 0)
     own = tl.sum(tl.where(level == chosen, tile_counts, 0), 1)
-    return chosen, tl.sum(own, 0), own, total, min_p_mass
+    return chosen, tl.sum(own, 0), own, total, min_p_mass, top_k
 
 
 @triton.jit
@@ -221,14 +239,15 @@ def collect(
     if (factor == 0.0) | (peak_key > LARGEST_KEY):
         return
     fraction = uniform_bits(tl.load(line + 2), tl.load(line + 3))
-    chosen, num_candidates, tile_counts, _total, _min_p_mass = plan(
-        line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES
+    chosen, num_candidates, tile_counts, _total, _min_p_mass, _top_k = plan(
+        line, fraction, counts, masses, row, num_tiles, MAX_TILES
     )
     if num_candidates > capacity:
         return
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
     values = tl.load(logits + row * vocab + ids, mask=inside, other=0.0)
+    inside = is_allowed(numbers, mask_of(line), ids, inside)
     x, _mass = weigh(tl.where(inside, values, peak), peak, factor, floor)
     reaches = inside & (x >= level_limit(chosen, limit))
     before = tl.sum(tl.where(tl.arange(0, MAX_TILES) < tile, tile_counts, 0), 0)
@@ -237,7 +256,9 @@ def collect(
 
 
 @triton.jit
-def load_block(values_of_row, listed, start, num, num_listed, peak, factor, floor, BLOCK: tl.constexpr):
+def load_block(
+    values_of_row, numbers, mask_start, listed, start, num, num_listed, peak, factor, floor, BLOCK: tl.constexpr
+):  # fmt: skip
     """(ids, keys, masses, which exist) of BLOCK candidates from `start` on.
 
     Of a list, where num_listed = num; of the whole row where it is 0.
@@ -245,6 +266,7 @@ def load_block(values_of_row, listed, start, num, num_listed, peak, factor, floo
     index = start + tl.arange(0, BLOCK)
     exists = index < num
     ids = tl.where(index < num_listed, tl.load(listed + index, mask=index < num_listed, other=0), index)
+    exists = is_allowed(numbers, mask_start, ids, exists)
     values = tl.load(values_of_row + ids, mask=exists, other=0.0)
     values = tl.where(exists, values, peak)
     _x, mass = weigh(values, peak, factor, floor)
@@ -253,7 +275,7 @@ def load_block(values_of_row, listed, start, num, num_listed, peak, factor, floo
 
 @triton.jit
 def search(
-    values_of_row, listed, num, num_listed, peak, factor, floor, low, high, need,
+    values_of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, high, need,
     BY_MASS: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The greatest key that is reached by candidates of `need` together, in mass or in number.
@@ -270,7 +292,7 @@ def search(
         greatest = tl.full((BLOCK,), -0x7FFFFFFF, tl.int64)
         for start in range(0, num, BLOCK):
             _ids, keys, mass, exists = load_block(
-                values_of_row, listed, start, num, num_listed, peak, factor, floor, BLOCK
+                values_of_row, numbers, mask_start, listed, start, num, num_listed, peak, factor, floor, BLOCK
             )  # fmt: skip
             if not BY_MASS:
                 mass = exists.to(tl.int64)
@@ -287,13 +309,15 @@ def search(
 
 
 @triton.jit
-def share(values_of_row, listed, num, num_listed, peak, factor, floor, key, BLOCK: tl.constexpr):
+def share(
+    values_of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, key, BLOCK: tl.constexpr
+):  # fmt: skip
     """(mass above a key, mass of one candidate that has it)."""
     sums = tl.zeros((BLOCK,), tl.int64)
     single = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, num, BLOCK):
         _ids, keys, mass, _exists = load_block(
-            values_of_row, listed, start, num, num_listed, peak, factor, floor, BLOCK
+            values_of_row, numbers, mask_start, listed, start, num, num_listed, peak, factor, floor, BLOCK
         )
         sums += tl.where(keys > key, mass, 0)
         single = tl.maximum(single, tl.where(keys == key, mass, 0))
@@ -301,12 +325,16 @@ def share(values_of_row, listed, num, num_listed, peak, factor, floor, key, BLOC
 
 
 @triton.jit
-def pick(values_of_row, listed, num, num_listed, peak, factor, floor, key, place, BLOCK: tl.constexpr):
+def pick(
+    values_of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, key, place, BLOCK: tl.constexpr
+):  # fmt: skip
     """The id of number `place` among the candidates that have a key, by rising id."""
     token = tl.full((BLOCK,), -1, tl.int32)
     seen = place - place
     for start in range(0, num, BLOCK):
-        ids, keys, _mass, exists = load_block(values_of_row, listed, start, num, num_listed, peak, factor, floor, BLOCK)
+        ids, keys, _mass, exists = load_block(
+            values_of_row, numbers, mask_start, listed, start, num, num_listed, peak, factor, floor, BLOCK
+        )
         fits = exists & (keys == key)
         places = seen + tl.cumsum(fits.to(tl.int32), 0) - 1
         token = tl.maximum(token, tl.where(fits & (places <= place), ids, -1))
@@ -328,31 +356,38 @@ def choose(
         tl.store(token_ids + row, tl.where(peak_key > LARGEST_KEY, -1, peak_id))
         return
     fraction = uniform_bits(tl.load(line + 2), tl.load(line + 3))
-    _level, num, _tile_counts, kept, min_p_mass = plan(line, fraction, counts, masses, row, vocab, num_tiles, MAX_TILES)
+    _level, num, _tile_counts, kept, min_p_mass, top_k = plan(line, fraction, counts, masses, row, num_tiles, MAX_TILES)
     num_listed = tl.where(num <= capacity, num, 0)
     num = tl.where(num <= capacity, num, vocab)
     of_row, listed = logits + row * vocab, candidates + row * capacity
+    mask_start = mask_of(line)
     low, high = (peak_key - peak_key).to(tl.int64) - 0x7FFFFFFF, peak_key.to(tl.int64) + 1
-    top_k = tl.load(line)
-    if (top_k > 0) & (top_k < vocab):
+    if top_k > 0:
         low, above = search(
-            of_row, listed, num, num_listed, peak, factor, floor, low, high, top_k, False, BLOCK, WAYS
+            of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, high, top_k, False,
+            BLOCK, WAYS,
         )  # fmt: skip
-        mass_above, single = share(of_row, listed, num, num_listed, peak, factor, floor, low, BLOCK)
+        mass_above, single = share(
+            of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, BLOCK
+        )
         kept = mass_above + (top_k - above) * single
     bound = top_p_mass(line, kept)
     if bound < tl.minimum(kept, min_p_mass):
         low, above = search(
-            of_row, listed, num, num_listed, peak, factor, floor, low, high, bound, True, BLOCK, WAYS
+            of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, high, bound, True,
+            BLOCK, WAYS,
         )  # fmt: skip
-        mass_above, single = share(of_row, listed, num, num_listed, peak, factor, floor, low, BLOCK)
+        mass_above, single = share(
+            of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, BLOCK
+        )
         single = tl.maximum(single, 1)
         kept = tl.minimum(kept, above + (bound - above + single - 1) // single * single)
     target = drawn_mass(fraction, tl.minimum(kept, min_p_mass))
     low, above = search(
-        of_row, listed, num, num_listed, peak, factor, floor, low, high, target + 1, True, BLOCK, WAYS
+        of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, high, target + 1, True,
+        BLOCK, WAYS,
     )  # fmt: skip
-    mass_above, single = share(of_row, listed, num, num_listed, peak, factor, floor, low, BLOCK)
+    mass_above, single = share(of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, BLOCK)
     place = ((target - above) // tl.maximum(single, 1)).to(tl.int32)
-    token = pick(of_row, listed, num, num_listed, peak, factor, floor, low, place, BLOCK)
+    token = pick(of_row, numbers, mask_start, listed, num, num_listed, peak, factor, floor, low, place, BLOCK)
     tl.store(token_ids + row, token.to(tl.int64))

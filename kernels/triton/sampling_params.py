@@ -26,7 +26,7 @@ def fill_numbers(params: SamplingBatch, target: npt.NDArray[np.int64]) -> None:
 
     top_k; top_p in 2^-64ths, 0 where it is 1; seed; position; then as the bits of a float32: 2 log2(e) / temperature,
     0 where that is 0; the halved difference of logits at which a probability counts as 0; log2(min_p); then
-    num_logprobs.
+    num_logprobs in the low half, and in the high half where the row's mask begins, which `Masks` adds.
     """
     rows = params.num_rows
     temperature = params.temperature[:rows].numpy().astype(np.float64)
@@ -46,7 +46,7 @@ def fill_numbers(params: SamplingBatch, target: npt.NDArray[np.int64]) -> None:
     target[:, 3] = params.positions[:rows].numpy()
     for column, values in ((4, factor), (5, np.maximum(floor, -_LARGEST)), (6, np.minimum(limit, 0))):
         target[:, column] = values.astype(np.float32).view(np.int32)
-    target[:, 7] = params.num_logprobs[:rows].numpy()
+    target[:, 7] = params.num_logprobs[:rows].numpy() & 0xFFFFFFFF
 
 
 class Numbers:
@@ -136,3 +136,26 @@ class Adjustments:
             words[place : place + len(part)] = part
             place += len(part)
         assert place == self.end
+
+
+class Masks:
+    """The rows that may not have every token: 64 tokens to an int64 word, from int64 word `first_number` on.
+
+    end: int32 words in all, from the beginning of the buffer on.
+    """
+
+    def __init__(self, params: SamplingBatch, vocab: int, first_word: int) -> None:
+        self._first_number = -(-first_word // 2)
+        self._numbers_per_row = -(-vocab // 64)
+        masks = params.masks[: params.num_rows] if params.has_ragged else []
+        self._masks = [(row, mask.numpy()) for row, mask in enumerate(masks) if mask is not None]
+        assert all(len(mask) == -(-vocab // 32) for _, mask in self._masks)
+        self.end = 2 * (self._first_number + self._numbers_per_row * len(self._masks)) if self._masks else first_word
+
+    def write(self, words: npt.NDArray[np.int32], numbers: npt.NDArray[np.int64]) -> None:
+        """numbers int64 [num_rows, 8]: their beginning in `words`, filled already."""
+        start = self._first_number
+        for row, mask in self._masks:
+            numbers[row, 7] |= np.int64(start << 32)
+            words[2 * start : 2 * start + len(mask)] = mask
+            start += self._numbers_per_row

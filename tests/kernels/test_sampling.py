@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class Row:
     output: dict[int, int] | None = None
     bias: dict[int, float] | None = None
     banned: list[int] | None = None
+    allowed: list[int] | None = None
     num_logprobs: int = -1
     logits: list[float] = field(default_factory=list)
 
@@ -45,8 +47,20 @@ def _counts(values: dict[int, int] | dict[int, float] | None) -> Ragged | None:
     return None if values is None else (torch.tensor(list(values)), torch.tensor(list(values.values())))
 
 
-def sampling_batch(rows: list[Row], max_seqs: int) -> SamplingBatch:
-    """The rows at the front of a larger batch whose other rows hold what must not matter."""
+def _mask(allowed: list[int] | None, vocab: int) -> torch.Tensor | None:
+    if allowed is None:
+        return None
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[allowed] = 1
+    bits[vocab:] = 1  # what lies behind the vocabulary means nothing
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+
+def sampling_batch(rows: list[Row], max_seqs: int, vocab: int = 0) -> SamplingBatch:
+    """The rows at the front of a larger batch whose other rows hold what must not matter.
+
+    vocab: where rows have masks.
+    """
     batch = SamplingBatch.allocate(max_seqs)
     names = {"seeds": "seed", "positions": "position"}
     for name in (
@@ -61,9 +75,10 @@ def sampling_batch(rows: list[Row], max_seqs: int) -> SamplingBatch:
         batch.output_counts[number] = _counts(row.output)
         batch.bias[number] = _counts(row.bias)
         batch.banned[number] = None if row.banned is None else torch.tensor(row.banned)
+        batch.masks[number] = _mask(row.allowed, vocab)
     batch.num_rows = len(rows)
     batch.max_logprobs = max((row.num_logprobs for row in rows), default=-1)
-    ragged = (batch.prompt_counts, batch.output_counts, batch.bias, batch.banned)
+    ragged = (batch.prompt_counts, batch.output_counts, batch.bias, batch.banned, batch.masks)
     batch.has_ragged = any(entry is not None for column in ragged for entry in column)
     for column in ragged:
         column[len(rows) :] = [torch.tensor([0])] * (max_seqs - len(rows))  # type: ignore[list-item]
@@ -98,7 +113,7 @@ def run(ops: Ops, rows: list[Row], logits: torch.Tensor | None = None) -> Sampli
     # Rows behind the live ones are not looked at.
     logits = torch.cat([logits, torch.full((1, logits.shape[1]), math.nan)]).contiguous()
     before = logits.clone()
-    result = ops.sample(logits, sampling_batch(rows, len(rows) + 2))
+    result = ops.sample(logits, sampling_batch(rows, len(rows) + 2, logits.shape[1]))
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "sampling changed the logits"
     return result
 
@@ -283,3 +298,65 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(ops: Ops, valu
 
 def test_no_rows(ops: Ops) -> None:
     assert run(ops, [], torch.zeros(0, 10)).token_ids == []
+
+
+def test_a_mask_leaves_out_what_it_does_not_allow(ops: Ops) -> None:
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+    assert greedy(ops, logits, allowed=[1, 3]) == 1
+    assert greedy(ops, logits, allowed=[3]) == 3
+    assert greedy(ops, logits, allowed=[2, 3], bias={0: 100.0}) == 2
+    assert greedy(ops, logits, allowed=[2, 3], bias={3: 5.0}) == 3
+    assert greedy(ops, logits, allowed=[0, 2], banned=[0]) == 2
+    assert greedy(ops, logits, allowed=[0, 1], output={0: 3}, presence=1.0) == 1
+    assert support(ops, logits, allowed=[1, 2, 3]) == {1, 2, 3}
+    assert support(ops, logits, allowed=[3]) == {3}
+    # Truncations count among what is left.
+    assert support(ops, logits, allowed=[1, 2, 3], top_k=2) == {1, 2}
+    assert support(ops, logits, allowed=[2, 3], top_k=2) == {2, 3}
+    assert support(ops, logits, allowed=[2, 3], top_k=3) == {2, 3}
+    assert support(ops, logits, allowed=[1, 2, 3], top_p=0.49) == {1}
+    assert support(ops, logits, allowed=[1, 2, 3], top_p=0.6) == {1, 2}
+    assert support(ops, logits, allowed=[2, 3], min_p=0.6) == {2}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "parameters"),
+    [
+        (31, {"temperature": 0.0}), (64, {}), (65, {"top_k": 40}), (2500, {"temperature": 0.0}), (2500, {}),
+        (2500, {"top_k": 40}), (2500, {"top_p": 0.9}), (65, {"min_p": 0.02}), (65, {"temperature": 0.01}),
+    ],
+)  # fmt: skip
+def test_masked_tokens_are_those_of_a_shorter_vocabulary(ops: Ops, vocab: int, parameters: dict[str, float]) -> None:
+    """One word and many, whole words of either kind, and neighbours without a mask."""
+    random_ = random.Random(vocab)
+    logits = torch.randn(4, vocab, generator=generator(vocab)) * 2
+    sets = [
+        sorted(random_.sample(range(vocab), vocab // 3)),
+        list(range(vocab // 2)),
+        [vocab - 1],
+    ]
+    rows = [Row(seed=row, position=7, allowed=allowed, **parameters) for row, allowed in enumerate(sets)]  # type: ignore[arg-type]
+    rows.append(Row(seed=3, position=7, **parameters))  # type: ignore[arg-type]
+    token_ids = run(ops, rows, logits).token_ids
+    for row, allowed in enumerate([*sets, list(range(vocab))]):
+        short = Row(seed=row, position=7, **parameters)  # type: ignore[arg-type]
+        (place,) = run(ops, [short], logits[row : row + 1, allowed]).token_ids
+        assert place is not None
+        assert token_ids[row] == allowed[place]
+
+
+def test_logprobs_do_not_know_of_a_mask(ops: Ops) -> None:
+    logits = torch.randn(1, 100, generator=generator(1)) * 3
+    (free,) = run(ops, [Row(temperature=0.0, num_logprobs=3)], logits).logprobs
+    result = run(ops, [Row(temperature=0.0, num_logprobs=3, allowed=[7])], logits)
+    assert result.token_ids == [7]
+    (masked,) = result.logprobs
+    assert masked is not None
+    assert free is not None
+    assert masked[1] == free[1]
+    expected = float(torch.log_softmax(logits.double(), dim=1)[0, 7])
+    assert masked[0] == pytest.approx(expected, abs=tolerance(LOGPROBS, ops).absolute)
+
+
+def test_a_row_that_is_not_finite_where_its_mask_does_not_look_has_no_token(ops: Ops) -> None:
+    assert run(ops, [Row(logits=[1.0, math.nan, 2.0], allowed=[0])]).token_ids == [None]

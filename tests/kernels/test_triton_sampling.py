@@ -95,6 +95,9 @@ def random_row(random_: random.Random, vocab: int) -> Row:
         row.banned = ids[9:12]
         row.repetition = random_.choice((1.0, 1.3, 0.7))
         row.presence, row.frequency = random_.choice((0.0, 0.5)), random_.choice((0.0, -0.25))
+    if random_.random() < 0.3:
+        row.allowed = sorted({*random_.sample(range(vocab), max(4, vocab // random_.choice((2, 20)))), 0, 1, 2, 3, 4})
+        row.banned = None
     return row
 
 
@@ -103,7 +106,7 @@ def mixed_case(seed: int, num_rows: int, vocab: int) -> tuple[torch.Tensor, Samp
     widths = torch.tensor([random_.choice((0.3, 1.0, 3.0, 6.0)) for _ in range(num_rows)])
     logits = torch.randn(num_rows, vocab, generator=generator(seed)) * widths[:, None]
     logits[::3] = (logits[::3] * 2).round() / 2  # many ties
-    return logits, sampling_batch([random_row(random_, vocab) for _ in range(num_rows)], num_rows + 1)
+    return logits, sampling_batch([random_row(random_, vocab) for _ in range(num_rows)], num_rows + 1, vocab)
 
 
 @pytest.mark.parametrize(("seed", "num_rows", "vocab"), [(0, 40, 700), (1, 12, 4500), (2, 12, 37)])
@@ -199,7 +202,7 @@ def test_the_next_step_may_be_launched_before_the_result_of_one() -> None:
     first = sampler.launch(logits, params)
     for name in ("temperature", "top_p", "seeds", "positions", "top_k", "min_p", "repetition"):
         getattr(params, name).copy_(getattr(other, name))  # the same buffers, filled anew
-    for name in ("bias", "banned", "prompt_counts", "output_counts"):
+    for name in ("bias", "banned", "masks", "prompt_counts", "output_counts"):
         setattr(params, name, getattr(other, name))
     params.has_ragged, params.presence, params.frequency = other.has_ragged, other.presence, other.frequency
     second = sampler.launch(other_logits, params)

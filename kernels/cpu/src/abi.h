@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define KVD_ABI_VERSION 3
+#define KVD_ABI_VERSION 4
 #define KVD_BLOCK_TOKENS 16
 #define KVD_SPLIT_SLOTS 256
 
@@ -173,6 +173,7 @@ typedef struct {
     const float *temperature, *top_p, *min_p, *presence, *frequency, *repetition;
     const int64_t *top_k, *seeds, *positions, *num_logprobs;
     KvdRagged prompt, output, bias, banned;
+    const uint32_t *const *masks;  // NULL, or per row NULL or a bit per token, 1: it may be sampled
     int64_t *token_ids;       // out [rows]; -1: the row is not finite
     double *logprobs;         // out [rows]: of the chosen token, where num_logprobs >= 0
     int64_t *top_ids;         // out [rows, top_stride], best first

@@ -179,7 +179,17 @@ static int64_t draw(const double *values, int64_t vocab, double peak, const RowP
 
 KVD_INLINE bool has_entries(const KvdRagged &ragged, int64_t row) { return ragged.ids && ragged.ids[row]; }
 
-// Bias, penalties and ban on a row of float64 values; `seen` has a bit for every token, all zero.
+// -inf wherever a bit is 0. Whole words are the rule: a grammar allows next to nothing or nearly everything.
+static void apply_mask(const uint32_t *mask, int64_t vocab, double *values) {
+    for (int64_t start = 0; start < vocab; start += 32) {
+        const uint32_t word = mask[start / 32];
+        if (word == 0xffffffffu) continue;
+        const int64_t count = vocab - start < 32 ? vocab - start : 32;
+        for (int64_t i = 0; i < count; ++i) values[start + i] = word >> i & 1 ? values[start + i] : -__builtin_inf();
+    }
+}
+
+// Bias, penalties, ban and mask on a row of float64 values; `seen` has a bit for every token, all zero.
 static void adjust(const KvdSampleArgs &args, int64_t row, double *values, uint8_t *seen) {
     const auto is_token = [&](int64_t id) { return id >= 0 && id < args.vocab; };
     if (has_entries(args.bias, row)) {
@@ -212,6 +222,7 @@ static void adjust(const KvdSampleArgs &args, int64_t row, double *values, uint8
     if (has_entries(args.banned, row))
         for (int64_t i = 0; i < args.banned.counts[row]; ++i)
             if (is_token(args.banned.ids[row][i])) values[args.banned.ids[row][i]] = -__builtin_inf();
+    if (args.masks && args.masks[row]) apply_mask(args.masks[row], args.vocab, values);
 }
 
 KVD_INLINE bool is_finite_row(const float *logits, int64_t vocab) {
