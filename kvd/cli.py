@@ -36,6 +36,7 @@ HELP_FLAGS = ("-h", "--help")
 
 USAGE = """\
 usage: kvd [serve] [MODEL] [-c FILE] [flags]   serve a model over HTTP
+       kvd chat [--url A]                      talk to an endpoint in the terminal
        kvd check [MODEL] [-c FILE] [flags]     check a configuration and print it
        kvd models                              list the models that kvd knows by name
        kvd convert SRC DST                     make a 4-bit AWQ directory of a 16-bit model
@@ -56,6 +57,22 @@ flags are understood.
   -c FILE, --config FILE
       Read settings from a YAML file.
 
+"""
+
+CHAT_USAGE = """\
+usage: kvd chat [--url A] [--key KEY] [--model NAME] [--system TEXT]
+
+Talk to an OpenAI-compatible endpoint. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. In a pipe it
+reads one question from stdin and writes the answer to stdout.
+
+  --url A
+      Base URL, with or without /v1 (default: http://127.0.0.1:8000/v1).
+  --key KEY
+      Also KVD_API_KEY in the environment.
+  --model NAME
+      What to ask for (default: the first that /v1/models lists).
+  --system TEXT
+      The system message.
 """
 
 CHECK_USAGE = """\
@@ -150,6 +167,7 @@ Print the version.
 
 USAGES: Mapping[str, str] = {
     "serve": SERVE_USAGE,
+    "chat": CHAT_USAGE,
     "check": CHECK_USAGE,
     "models": MODELS_USAGE,
     "convert": CONVERT_USAGE,
@@ -305,6 +323,12 @@ def _bench(words: list[str]) -> int:
     return bench.run(words, os.environ)
 
 
+def _chat(words: list[str]) -> int:
+    from kvd.tools import chat
+
+    return chat.run(words, os.environ)
+
+
 def _version(words: list[str]) -> int:
     _Parser(prog="kvd version", add_help=False).parse_args(words)
     print(f"kvd {__version__}")
@@ -313,6 +337,7 @@ def _version(words: list[str]) -> int:
 
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "serve": _serve,
+    "chat": _chat,
     "check": _check,
     "models": _models,
     "convert": _convert,

@@ -10,6 +10,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +105,15 @@ def test_chat_streaming_and_not_give_the_same_right_answer(client: openai.OpenAI
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_chat_in_a_pipe(url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd", "chat", "--url", url],
+        input="What is the capital of France?", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.split()) > 2
 
 
 def test_completions_streaming_and_not(client: openai.OpenAI) -> None:

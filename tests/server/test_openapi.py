@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,22 +16,20 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from kvd.server.app import ROUTES, build_app
+from kvd.server.app import ROUTES
 from kvd.server.common_types import RANGES
-from kvd.server.lifecycle import serve
 from kvd.server.openapi import OPERATIONS, build_document
-from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
 from tests.server.conftest import USER, Harness
-from tests.server.fakes import END, IM_END, FakeEngine
+from tests.server.threaded import fake_server, serve_in_thread
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 ENDLESS = ["/kvd/events"]
 ALL_ROUTES = {(method, path.replace("{model:.+}", "{model}")) for method, path, _ in ROUTES}
 
 
-def test_every_route_is_described() -> None:
-    assert set(OPERATIONS) >= ALL_ROUTES
+def test_every_route_is_described_and_nothing_else() -> None:
+    assert set(OPERATIONS) == ALL_ROUTES
 
 
 async def test_the_server_hands_the_document_out(harness: Harness) -> None:
@@ -72,27 +68,9 @@ async def test_stated_ranges_are_the_real_ones(harness: Harness, name: str) -> N
 
 @pytest.fixture(scope="module")
 def server_url(text_model: TextModel) -> Iterator[str]:
-    """A server in a thread of its own, since schemathesis is not asynchronous."""
-    loop, is_up, found = asyncio.new_event_loop(), threading.Event(), []
-
-    async def run() -> None:
-        ended = asyncio.Event()
-        engine = FakeEngine(text_model)
-        config = ServerSettings(end_token_ids=frozenset({END, IM_END}), shutdown_seconds=0.2, body_timeout_seconds=5)
-        server = await serve(build_app(engine, text_model, config=config), "127.0.0.1", 0)
-        found.extend([server.url, ended])
-        is_up.set()
-        await ended.wait()
-        await server.close()
-        await engine.close()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),), name="server")
-    thread.start()
-    assert is_up.wait(30)
-    yield found[0]
-    loop.call_soon_threadsafe(found[1].set)
-    thread.join()
-    loop.close()
+    """The server has a thread of its own, since schemathesis is not asynchronous."""
+    with serve_in_thread(lambda: fake_server(text_model, body_timeout_seconds=5)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
