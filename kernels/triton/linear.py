@@ -48,8 +48,9 @@ class LinearKernels:
         self._card = card
         self._dtype = dtype
         self._tuned = tuned or Tuned()
-        # Stands in for float32 arguments that a launch does not look at.
+        # Stand in for arguments that a launch does not look at.
         self._nothing = torch.zeros(16, dtype=torch.float32, device=device)
+        self._no_residual = torch.zeros(1, 16, dtype=dtype, device=device)
 
     def use_tuning(self, tuned: Tuned) -> None:
         """Ask this one from now on."""
@@ -124,7 +125,7 @@ class LinearKernels:
         """partial None: bias and residual are added in the kernel, and the result goes to target.out."""
         n = target.n
         out = x if partial is not None else target.out  # a pointer of the right type, which nobody looks at then
-        residual = x if target.residual is None else target.residual
+        residual = self._no_residual if target.residual is None else target.residual
         bias = self._nothing if target.bias is None else target.bias
         flags = (int(partial is not None), int(target.bias is not None), int(target.residual is not None))
         where = self._nothing if partial is None else partial
@@ -146,7 +147,7 @@ class LinearKernels:
             x, part.words, part.scales, sums, bias, residual, out, where,
             n, *sizes, x.stride(0), residual.stride(0), out.stride(0), sums_stride, *flags,
             BITS=part.bits, GROUP=part.group, BN=form.block_outputs, BM=form.block_rows, SUMS_GIVEN=form.is_wide,
-            **options,
+            **options, maxnreg=form.max_registers,
         )  # fmt: skip
 
     def _group_sums(self, n: int, x: torch.Tensor, part: PackedInteger, num_rows: int) -> tuple[torch.Tensor, int]:
@@ -190,7 +191,7 @@ class LinearKernels:
         """Add up splits, bias and residual into target.out, with one rounding."""
         n, num_outputs = target.out.shape
         bias = self._nothing if target.bias is None else target.bias
-        residual = target.out if target.residual is None else target.residual
+        residual = self._no_residual if target.residual is None else target.residual
         flags = (int(target.bias is not None), int(target.residual is not None))
         strides = (residual.stride(0), target.out.stride(0))
         tiles = -(-num_outputs // configs.FINISH_OUTPUTS)

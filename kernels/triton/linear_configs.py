@@ -48,6 +48,11 @@ class LinearConfig:
     num_stages: int
 
     @property
+    def max_registers(self) -> int:
+        """Per thread. Said because the assembler spills some forms, else, to fit one block more onto an SM."""
+        return 128 if self.block_rows <= 8 else 255
+
+    @property
     def is_wide(self) -> bool:
         """Whether Σ x of the groups comes from a kernel before: products with ones would cost many rows too much."""
         return self.kind == "tile" and self.block_rows > MAX_NARROW_ROWS
@@ -84,11 +89,13 @@ _WIDE_90 = LinearConfig("tile", 128, 128, 8, 3)
 """Only products of warp groups leave registers enough for this one, and only where a chunk has one group."""
 
 
-def _narrow(card: Card, bucket: int) -> LinearConfig:
+def _narrow(card: Card, group: int, bucket: int) -> LinearConfig:
     if bucket <= 8:
         return _TILE_8
     if bucket <= 16:
-        return _TILE_16_BROAD if card.architecture in (80, 90) else _TILE_16
+        # On sm_80 groups of 32 leave too few registers for it.
+        is_broad = card.architecture == 90 or (card.architecture == 80 and group > 32)
+        return _TILE_16_BROAD if is_broad else _TILE_16
     return _TILE_32
 
 
@@ -99,7 +106,7 @@ def _wide(card: Card, bits: int, group: int, bucket: int) -> tuple[LinearConfig,
 
 def forms(card: Card, bits: int, group: int) -> tuple[LinearConfig, ...]:
     """Every form that can be launched on a card for weights of so many bits and groups as packed."""
-    narrow = tuple(_narrow(card, bucket) for bucket in (8, 16, 32))
+    narrow = tuple(_narrow(card, group, bucket) for bucket in (8, 16, 32))
     wide = _wide(card, bits, group, 128)
     return (*narrow, *wide, DEQUANTIZE, *((VECTOR,) if bits == 4 else ()))
 
@@ -119,7 +126,7 @@ def candidates(card: Card, shape: MatrixShape, bucket: int) -> tuple[LinearConfi
     instructions per weight (both read from the machine code, see `linear_variants`).
     """
     if bucket <= MAX_NARROW_ROWS:
-        narrow = _narrow(card, bucket)
+        narrow = _narrow(card, shape.group, bucket)
         return (narrow, VECTOR) if bucket == 1 and shape.bits == 4 else (narrow,)
     wide = _wide(card, shape.bits, shape.group, bucket)
     if bucket <= 128:

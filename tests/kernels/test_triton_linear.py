@@ -32,6 +32,13 @@ FORMS = {
 }
 
 
+DEQUANTIZED = [
+    (LinearCase("int4-g32", 160, (("int4", 32, 65),), residual=True), None),
+    (LinearCase("int4-g128", 384, (("int4", 128, 40),)), None),
+    (LinearCase("int8-g64", 192, (("int8", 64, 70),), bias=True), torch.float32),
+]
+
+
 class Only(Tuned):
     """Takes the first candidate of a kind."""
 
@@ -102,12 +109,12 @@ def test_triton_vector_kernel_without_splits(case: LinearCase, dtype: torch.dtyp
 
 
 @DTYPES
-@pytest.mark.parametrize(("name", "out_dtype"), [("int4-g32", None), ("int8-g64", torch.float32)])
+@pytest.mark.parametrize(("case", "out_dtype"), DEQUANTIZED, ids=lambda value: getattr(value, "name", str(value)))
 def test_triton_weights_written_out_in_16_bits(
-    monkeypatch: pytest.MonkeyPatch, name: str, out_dtype: torch.dtype | None, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, case: LinearCase, out_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     """In slices of 32 outputs; each weight is rounded to 16 bits, and that is all that is added to the tolerance."""
-    case, n = FORMS[name], 5
+    n = 5
     monkeypatch.setattr(configs, "DEQUANTIZE_SLICE_BYTES", 32 * 2 * case.num_inputs)
     monkeypatch.setattr(configs, "row_bucket", lambda n: configs.DEQUANTIZE_ROWS)
     layer = make_linear(case)
@@ -157,9 +164,9 @@ def test_triton_every_code_stands_where_the_layout_says(form: str) -> None:
     kernels = LinearKernels(CPU, A100, torch.float16)
     handle = kernels.prepare(Linear((weight,)))
     out = torch.zeros(num_inputs, 33, dtype=torch.float16)
-    for start in range(0, num_inputs, 8):
-        rows = torch.eye(num_inputs, dtype=torch.float16)[start : start + 8]
-        kernels.apply(8, rows, handle, out[start : start + 8], None)
+    for start in range(0, num_inputs, 32):
+        rows = torch.eye(num_inputs, dtype=torch.float16)[start : start + 32]
+        kernels.apply(32, rows, handle, out[start : start + 32], None)
     assert_within(out.T, oracle.dense(weight), cases.LINEAR["a16"])
 
 
