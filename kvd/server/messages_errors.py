@@ -47,4 +47,7 @@ def _message(error: RequestError) -> str:
     if isinstance(error, ContextLengthExceeded):
         num_tokens, limit = error.extra["n_prompt_tokens"], error.extra["n_ctx"]
         return f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum"
-    return _CHAT_FORMAT.sub("output_config.format", str(error))
+    text = str(error)
+    if error.param is not None and error.param not in text:  # there is no other place to name it
+        text = f"{error.param}: {text}"
+    return _CHAT_FORMAT.sub("output_config.format", text)
