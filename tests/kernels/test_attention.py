@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,13 @@ from tests.kernels.builders import SENTINEL, make_attention, make_out
 from tests.kernels.cases import FULL_ATTENTION, QUICK_ATTENTION, AttentionCase
 from tests.kernels.checks import check_attention, check_rope_and_write
 from tests.kernels.compare import assert_same_bytes
+from tests.kernels.interpreter import quick_device_calls
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with quick_device_calls():
+        yield
 
 
 def skip_unless_covered(ops: Ops, case: AttentionCase) -> None:
