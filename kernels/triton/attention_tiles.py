@@ -73,12 +73,7 @@ def half_bits(elements, TYPE: tl.constexpr):
         if TYPE == "fp8_e4m3":
             wide = (wide & 0x8000) | ((wide & 0x7F00) >> 1)
         return wide.to(tl.float16, bitcast=True)
-    if TYPE == "int8":
-        bits: tl.constexpr = INT8_BITS
-    elif TYPE == "fp8_e4m3":
-        bits: tl.constexpr = E4M3_BITS
-    else:
-        bits: tl.constexpr = E5M2_BITS
+    bits: tl.constexpr = INT8_BITS if TYPE == "int8" else E4M3_BITS if TYPE == "fp8_e4m3" else E5M2_BITS
     return tl.inline_asm_elementwise(bits, "=r,=r,r", [elements], dtype=tl.float16, is_pure=True, pack=4)
 
 
