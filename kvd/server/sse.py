@@ -76,6 +76,8 @@ async def respond_with_events(
             if not first.done():
                 first.cancel()
                 await asyncio.wait({first})
+            if not first.cancelled():
+                first.exception()  # seen, also where the client left in the moment in which it was raised
     await response.write_eof()
     return response
 
