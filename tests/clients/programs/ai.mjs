@@ -11,7 +11,7 @@ const kvd = createOpenAICompatible({
   supportsStructuredOutputs: true,
 });
 const model = kvd(process.env.KVD_TEST_MODEL);
-const settings = { model, prompt: "What is the capital of France?", temperature: 0, maxRetries: 0 };
+const settings = { model, prompt: "Tell me the capital of France.", temperature: 0, maxRetries: 0 };
 const place = z.object({ city: z.enum(["Paris", "Rome"]) });
 const results = {};
 

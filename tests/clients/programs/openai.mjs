@@ -3,7 +3,7 @@ import OpenAI from "openai";
 
 const client = new OpenAI({ baseURL: process.env.KVD_TEST_URL, apiKey: process.env.KVD_TEST_KEY, maxRetries: 0 });
 const model = process.env.KVD_TEST_MODEL;
-const messages = [{ role: "user", content: "What is the capital of France?" }];
+const messages = [{ role: "user", content: "Tell me the capital of France." }];
 const greedy = { model, temperature: 0 };
 const parameters = {
   type: "object",
