@@ -10,6 +10,8 @@ from kvd.server.validation import check_range, check_token_ids, unsupported
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
+MAX_CHOICES = 2048
+"""Of all prompts of one request together."""
 
 Prompt = str | tuple[int, ...]
 """One prompt: text, or token ids that are taken as they are."""
@@ -28,8 +30,12 @@ class CompletionRequest(GenerationFields, kw_only=True):
         check_max_tokens("max_tokens", self.max_tokens, self.min_tokens, lowest=0)
         check_range("logprobs", self.logprobs, 0, 5)
         check_range("best_of", self.best_of, 1, 128)
-        if self.best_of is not None and self.best_of < (self.n or 1):
-            raise invalid("best_of", f"'best_of' is {self.best_of}, but 'n' is {self.n}")
+        if self.best_of is not None and self.best_of < self.num_choices:
+            raise invalid("best_of", f"'best_of' is {self.best_of}, but 'n' is {self.num_choices}")
+        if len(self.prompts()) * self.num_choices > MAX_CHOICES:
+            raise invalid(
+                "n", f"{len(self.prompts())} prompts times 'n' {self.num_choices} are more than {MAX_CHOICES} choices"
+            )
         for prompt in self.prompts():
             if not prompt:
                 raise invalid("prompt", "a prompt must not be empty")
@@ -37,15 +43,20 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 check_token_ids("prompt", prompt, vocab_size)
 
     def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        if self.best_of is not None and self.best_of > 1:
-            raise unsupported("best_of", "this server gives one choice per prompt")
-        if self.echo:
-            raise unsupported("echo", "this server does not repeat the prompt")
+        """Raise a 400 for what is valid but not offered."""
+        if self.best_of is not None and self.best_of > self.num_choices:
+            raise unsupported("best_of", "this server returns every choice that it generates; set 'n' instead")
         if self.suffix:
             raise unsupported("suffix", "this model has no fill-in-the-middle tokens")
-        if self.max_tokens == 0:
-            raise unsupported("max_tokens", "0 makes sense with 'echo' only; ask for at least 1")
+
+    @property
+    def num_choices(self) -> int:
+        """For each prompt."""
+        return self.n or 1
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> list[Prompt]:
         """One entry per prompt; a 400 where kinds are mixed or there are none."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvd.core import KVEviction, Request, SamplingParams, TokenEvent
+from kvd.core import KVEviction, Logprobs, Request, SamplingParams, TokenEvent
 from kvd.errors import EngineFailure, RequestError, ServerOverloaded
 from kvd.server.interfaces import TokenStream
 from kvd.server.logprobs import LogprobTracker, TokenLogprob
@@ -83,6 +83,7 @@ class Choice:
         self.num_output_tokens = 0
         self.num_dropped_tokens = 0
         self.num_reasoning_tokens = 0
+        self.prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # None: not asked for, or not known yet
         self._stream = stream
         self._output = output
         self._tracker = tracker
@@ -118,6 +119,8 @@ class Choice:
                     self._tracker.add(event.logprobs)
                 texts.append(self._output.push([event.token_id]))
                 self._parse(texts[-1], parts)
+            elif event.token_id is not None and self._tracker is not None:
+                self._tracker.add_stop(event.token_id, event.logprobs)
             if self._output.stopped or (self._parser is not None and self._parser.is_complete):
                 self._stream.abort("stop")  # the engine may be a few tokens ahead; they are neither sent nor counted
                 finish_reason = "stop"
@@ -147,6 +150,21 @@ class Choice:
         self.num_cached_tokens = event.num_cached_tokens
         self.num_output_tokens = event.num_output_tokens
         self.num_dropped_tokens = event.num_dropped_tokens
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+
+
+class SilentChoice(Choice):
+    """A prompt that is computed and not continued: the one token that the engine samples is not counted or shown."""
+
+    def _take(self, events: Sequence[TokenEvent]) -> Piece:
+        for event in events:
+            self._count(event)
+            self.num_output_tokens = 0
+            if event.finish_reason is not None:
+                _stop_reason(event)
+                self._has_ended = True
+        return Piece(self.index, "", (), "length" if self._has_ended else None)
 
 
 def _stop_reason(event: TokenEvent) -> StopReason:
@@ -201,6 +219,10 @@ class Generation:
             sum(choice.num_dropped_tokens for choice in self._choices) if self.forgets_tokens else None,
             sum(choice.num_reasoning_tokens for choice in self._choices),
         )
+
+    def prompt_logprobs(self, prompt: int) -> tuple[Logprobs | None, ...] | None:
+        """Of the tokens of one prompt, as soon as they are known; see `GenerationJob.num_prompt_logprobs`."""
+        return self._choices[prompt * self._choices_per_prompt].prompt_logprobs
 
     def engine_id(self, index: int) -> str:
         """The engine's id of one choice."""
@@ -270,6 +292,9 @@ class GenerationJob:
     kv_eviction: KVEviction
     kv_budget_tokens: int | None
     choices_per_prompt: int = 1
+    num_prompt_logprobs: int | None = None  # asked of the first choice of each prompt
+    is_silent: bool = False  # only the prompts are computed
+    tells_stop_token: bool = False  # a stop token has its place among the logprobs
     form: AnswerForm | None = None
     grammar: Grammar | None = None
 
@@ -277,7 +302,7 @@ class GenerationJob:
         arrival = time.monotonic()
         is_single = len(self.prompts) * self.choices_per_prompt == 1
         choices = [
-            (prompt, _with_own_seed(sampling, number))
+            (prompt, _with_own_seed(sampling, number), None if number else self.num_prompt_logprobs)
             for prompt, sampling in zip(self.prompts, self.samplings, strict=True)
             for number in range(self.choices_per_prompt)
         ]
@@ -294,9 +319,10 @@ class GenerationJob:
                 choice_index=index,
                 kv_eviction=self.kv_eviction,
                 kv_budget_tokens=self.kv_budget_tokens,
+                num_prompt_logprobs=num_prompt_logprobs,
                 **({} if self.grammar is None else {"grammar": self.grammar}),
             )
-            for index, (prompt, sampling) in enumerate(choices)
+            for index, (prompt, sampling, num_prompt_logprobs) in enumerate(choices)
         ]
 
 
@@ -342,6 +368,7 @@ def _start(state: ServerState, job: GenerationJob, request: Request) -> Choice:
         track_tokens=wants_logprobs,
         shown_token_ids=frozenset() if job.form is None else job.form.shown_token_ids,
     )
-    tracker = LogprobTracker(state.text, output) if wants_logprobs else None
+    tracker = LogprobTracker(state.text, output, tells_stop_token=job.tells_stop_token) if wants_logprobs else None
     parser = None if job.form is None else job.form.open_parser()
-    return Choice(request.choice_index, state.submit(request), output, tracker, parser)
+    kind = SilentChoice if job.is_silent else Choice
+    return kind(request.choice_index, state.submit(request), output, tracker, parser)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,7 @@ class FakeEngine:
 
     reply           text of every answer; then the end token
     permits         None: as fast as the loop allows; else one permit per token
+    permits_of      the same for single choices, by their index
     batch           tokens per wake-up
     refusal         raised by `submit`
     fail_after      the request ends with an error after so many tokens
@@ -101,6 +103,7 @@ class FakeEngine:
         self.reply = "Hello world"
         self.num_cached_tokens = 0
         self.permits: asyncio.Semaphore | None = None
+        self.permits_of: dict[int, asyncio.Semaphore] = {}
         self.batch = 1
         self.refusal: RequestError | None = None
         self.num_accepted_before_refusal = 0
@@ -237,8 +240,9 @@ class FakeEngine:
         reply = [*self.reply.encode(), END]
         sampling = request.sampling
         for position in range(sampling.max_tokens):
-            if self.permits is not None:
-                await self.permits.acquire()
+            permits = self.permits_of.get(request.choice_index, self.permits)
+            if permits is not None:
+                await permits.acquire()
             elif position % self.batch == 0:
                 await asyncio.sleep(0)
             if position == self.fail_after:
@@ -270,6 +274,9 @@ class FakeEngine:
         if request.sampling.num_logprobs is not None and token_id is not None:
             others = [(token_id, -0.25)] + [((token_id + n) % 256, -math.inf) for n in range(1, 21)]
             logprobs = Logprobs(-0.25, tuple(others[: request.sampling.num_logprobs]))
+        prompt_logprobs = None
+        if request.num_prompt_logprobs is not None and num_output_tokens == 1:
+            prompt_logprobs = score_prompt(request.prompt_token_ids, request.num_prompt_logprobs)
         return TokenEvent(
             request_id=request.request_id,
             token_id=token_id,
@@ -280,6 +287,7 @@ class FakeEngine:
             finish_reason=finish_reason,
             error=error,
             num_dropped_tokens=self.num_dropped if num_output_tokens > 1 else 0,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _view(self, request_id: str) -> RequestView:
@@ -289,6 +297,15 @@ class FakeEngine:
             request_id, request.client, request.endpoint, "decode", request.priority, 1.5, num_prompt_tokens, 0,
             num_prompt_tokens, 1, request.sampling.max_tokens, 2, 0, None, None,
         )  # fmt: skip
+
+
+def score_prompt(prompt: Sequence[int], num_logprobs: int) -> tuple[Logprobs | None, ...]:
+    """What the fake engine says of a prompt: token n has the log probability −n, and "?" is always likelier."""
+    scores = [
+        Logprobs(-float(position), ((ord("?"), -0.5), (token_id, -float(position)))[:num_logprobs])
+        for position, token_id in enumerate(prompt[1:], 1)
+    ]
+    return (None, *scores)
 
 
 def parse_events(body: str) -> list[dict[str, object]]:

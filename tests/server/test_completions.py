@@ -10,7 +10,7 @@ import pytest
 
 from kvd.errors import ContextLengthExceeded, ServerOverloaded
 from tests.server.conftest import Harness, StartServer
-from tests.server.fakes import BEGIN, MAX_MODEL_LEN, MODEL, build_info, parse_events
+from tests.server.fakes import BEGIN, IM_END, MAX_MODEL_LEN, MODEL, build_info, parse_events
 
 
 async def test_answer_has_every_field(harness: Harness) -> None:
@@ -154,8 +154,9 @@ async def test_wrong_prompts(harness: Harness, prompt: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", 6), ("logprobs", -1), ("logprobs", True), ("echo", True), ("best_of", 2), ("best_of", 0),
-        ("suffix", "x"), ("n", 2), ("n", 129), ("max_tokens", -1), ("max_tokens", 0), ("echo", 1),
+        ("logprobs", 6), ("logprobs", -1), ("logprobs", True), ("best_of", 2), ("best_of", 0), ("suffix", "x"),
+        ("n", 0), ("n", 129), ("max_tokens", -1), ("echo", 1), ("response_format", 3),
+        ("guided_regex", 7),
     ],
 )  # fmt: skip
 async def test_wrong_or_unsupported_fields(harness: Harness, field: str, value: object) -> None:
@@ -171,7 +172,7 @@ async def test_best_of_below_n(harness: Harness) -> None:
 
 
 async def test_harmless_values_of_unsupported_fields(harness: Harness) -> None:
-    body = {"prompt": "a", "n": 1, "best_of": 1, "echo": False, "suffix": "", "kv_eviction": "none"}
+    body = {"prompt": "a", "n": 2, "best_of": 2, "echo": False, "suffix": "", "kv_eviction": "none"}
     status, _ = await harness.post("/v1/completions", body)
     assert status == 200
 
@@ -245,3 +246,166 @@ async def test_an_endless_text_is_refused_by_its_beginning(harness: Harness, pat
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["param"] == ("messages" if is_chat else "prompt")
     assert MAX_MODEL_LEN < answer["error"]["n_prompt_tokens"] < len(text) // 2
+
+
+# ---------------------------------------------------------------------- several choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_of_several_prompts(harness: Harness, stream: bool) -> None:
+    body = {"prompt": ["a", "bc"], "n": 3, "max_tokens": 20, "seed": 5, "temperature": 1}
+    if stream:
+        options = {"stream_options": {"include_usage": True}}
+        *chunks, last = parse_events(await harness.stream_text("/v1/completions", {**body, **options}))
+        usage: Any = last["usage"]
+        texts = [""] * 6
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):  # type: ignore[attr-defined]
+            texts[choice["index"]] += choice["text"]
+    else:
+        _, answer = await harness.post("/v1/completions", body)
+        usage = answer["usage"]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["Hello world"] * 6
+    assert usage["prompt_tokens"] == 2 + 3
+    assert usage["completion_tokens"] == 6 * 12
+    requests = harness.engine.submitted
+    assert [request.prompt_token_ids for request in requests] == [(BEGIN, 97)] * 3 + [(BEGIN, 98, 99)] * 3
+    assert len({request.request_id for request in requests}) == 6
+    for of_prompt in (requests[:3], requests[3:]):
+        assert len({(request.sampling.seed, request.choice_index) for request in of_prompt}) == 3
+
+
+async def test_too_many_choices(harness: Harness) -> None:
+    status, answer = await harness.post("/v1/completions", {"prompt": ["a"] * 17, "n": 128})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert harness.engine.submitted == []
+
+
+# ---------------------------------------------------------------------- echo
+
+
+def joined_logprobs(parts: list[Any]) -> dict[str, list[Any]]:
+    """One logprobs object from those of the chunks of a stream."""
+    return {key: [item for part in parts for item in part[key]] for key in parts[0]}
+
+
+async def completed(harness: Harness, body: dict[str, Any], stream: bool) -> list[tuple[str, Any, str]]:
+    """Text, logprobs and finish reason of each choice."""
+    if not stream:
+        status, answer = await harness.post("/v1/completions", body)
+        assert status == 200, answer
+        return [(each["text"], each["logprobs"], each["finish_reason"]) for each in answer["choices"]]
+    by_choice: dict[int, list[Any]] = {}
+    for chunk in parse_events(await harness.stream_text("/v1/completions", body)):
+        for choice in chunk["choices"]:  # type: ignore[attr-defined]
+            by_choice.setdefault(choice["index"], []).append(choice)
+    found = []
+    for _, choices in sorted(by_choice.items()):
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        text = "".join(choice["text"] for choice in choices)
+        found.append((text, joined_logprobs(logprobs) if logprobs else None, choices[-1]["finish_reason"]))
+        assert not any(choice["finish_reason"] for choice in choices[:-1])
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [("Zoë <|end|>", "Zoë <|end|>"), ([BEGIN, *b"Zo", 0xC3, 0xAB, 0xC3], "Zoë"), ([IM_END, 97, IM_END], "a")],
+)
+async def test_echo_repeats_the_prompt(harness: Harness, prompt: Any, text: str, stream: bool) -> None:
+    ((found, logprobs, reason),) = await completed(harness, {"prompt": prompt, "echo": True, "max_tokens": 5}, stream)
+    assert (found, logprobs, reason) == (text + "Hello", None, "length")
+    assert harness.engine.submitted[0].num_prompt_logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_logprobs", [0, 1, 2])
+async def test_echo_with_logprobs(harness: Harness, stream: bool, num_logprobs: int) -> None:
+    body = {"prompt": "Zoë", "echo": True, "logprobs": num_logprobs, "max_tokens": 2}
+    ((text, logprobs, _),) = await completed(harness, body, stream)
+    assert text == "ZoëHe"
+    assert logprobs["tokens"] == ["", "Z", "o", "", "ë", "H", "e"]
+    assert logprobs["text_offset"] == [0, 0, 1, 2, 2, 3, 4]
+    assert logprobs["token_logprobs"] == [None, -1, -2, -3, -4, -0.25, -0.25]
+    first, *others = logprobs["top_logprobs"][:5]
+    assert first is None
+    assert others[0] == ({"Z": -1} if num_logprobs == 0 else {"?": -0.5, "Z": -1})
+    assert max(others[3].values()) == (-4 if num_logprobs == 0 else -0.5)
+    assert harness.engine.submitted[0].num_prompt_logprobs == num_logprobs
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_what_lm_evaluation_harness_asks(harness: Harness, max_tokens: int) -> None:
+    """Its loglikelihood requests: batched ids, each split into context and continuation; the last entry is dropped."""
+    prompts = [[BEGIN, *b"The sky"], [*b"2+2", BEGIN]]
+    body = {"model": MODEL, "prompt": prompts, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "seed": 1234}
+    for reply in ("Hello", ""):  # the one token may be the end of the text
+        harness.engine.reply = reply
+        status, answer = await harness.post("/v1/completions", {**body, "temperature": 0})
+        assert status == 200
+        for choice, prompt in zip(answer["choices"], prompts, strict=True):
+            scores = choice["logprobs"]["token_logprobs"]
+            assert scores == [None, *[-n for n in range(1, len(prompt))], *[-0.25] * max_tokens]
+            assert {len(column) for column in choice["logprobs"].values()} == {len(prompt) + max_tokens}
+            assert all(max(top.values()) == -0.5 for top in choice["logprobs"]["top_logprobs"][1 : len(prompt)])
+        assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_tokens_at_all(harness: Harness, stream: bool) -> None:
+    for echo, text in ((False, ""), (True, "ab")):
+        body = {"prompt": "ab", "max_tokens": 0, "echo": echo, "stop": "H"}
+        assert await completed(harness, body, stream) == [(text, None, "length")]
+    assert [request.sampling.max_tokens for request in harness.engine.submitted] == [1, 1]
+
+
+async def test_a_prompt_that_fails_without_output(harness: Harness) -> None:
+    harness.engine.fail_after = 0
+    status, _ = await harness.post("/v1/completions", {"prompt": "ab", "max_tokens": 0, "echo": True})
+    assert status == 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_share_the_scores_of_their_prompt(harness: Harness, stream: bool) -> None:
+    body = {"prompt": ["ab", "c"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 1}
+    found = await completed(harness, body, stream)
+    assert [request.num_prompt_logprobs for request in harness.engine.submitted] == [1, None, 1, None]
+    assert [text for text, _, _ in found] == ["abH", "abH", "cH", "cH"]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0][1]["token_logprobs"] == [None, -1, -2, -0.25]
+
+
+async def test_a_choice_ahead_of_the_scores_is_held_back(harness: Harness) -> None:
+    """The second choice finds its prompt in the cache, while the first one still computes all of it."""
+    permits = harness.engine.permits_of = {0: asyncio.Semaphore(0), 1: asyncio.Semaphore(100)}
+    body = {"prompt": "ab", "n": 2, "echo": True, "logprobs": 1, "max_tokens": 3}
+    task = asyncio.create_task(harness.stream_text("/v1/completions", body))
+    await harness.engine.reach(2)
+    await harness.engine.reach(1)  # the second choice has ended
+    for _ in range(3):
+        permits[0].release()
+    chunks: list[Any] = parse_events(await task)
+    for index in (0, 1):
+        chunk = next(chunk for chunk in chunks if chunk["choices"][0]["index"] == index)
+        assert chunk["choices"][0]["text"] == "ab"
+        assert chunk["choices"][0]["logprobs"]["token_logprobs"] == [None, -1, -2]
+
+
+async def test_a_long_prompt_is_scored_off_the_event_loop(harness: Harness) -> None:
+    prompt = [97] * 300
+    ((text, logprobs, _),) = await completed(
+        harness, {"prompt": [prompt], "echo": True, "logprobs": 1, "max_tokens": 1}, False
+    )
+    assert text == "a" * 300 + "H"
+    assert logprobs["text_offset"] == list(range(301))
+
+
+async def test_a_stop_token_has_its_logprob(harness: Harness) -> None:
+    harness.engine.reply = "ab"
+    ((text, logprobs, reason),) = await completed(harness, {"prompt": "x", "logprobs": 1, "max_tokens": 9}, False)
+    assert (text, reason) == ("ab", "stop")
+    assert logprobs["tokens"] == ["a", "b", ""]
+    assert logprobs["text_offset"] == [0, 1, 2]
