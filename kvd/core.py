@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 BLOCK_SIZE = 16
 """Tokens per KV block, for every model and backend."""
@@ -41,6 +41,39 @@ class SamplingParams:
     num_logprobs: int | None = None  # None: none wanted; 0: of the sampled token only; n: and of the n best
 
 
+class GrammarMatcher(Protocol):
+    """Where one answer stands in its grammar. One thread at a time."""
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing more can be said about what may follow; None: all is well."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The token that was sampled."""
+        ...
+
+    def mask(self) -> bytes:
+        """A bit per token of the vocabulary in whole 32-bit words, 1: it may come next. Some token may."""
+        ...
+
+
+class Grammar(Protocol):
+    """What an answer is held to, compiled; see `text.grammar`. Any thread."""
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """With any of these the answer is complete. They are allowed where it may end, and nowhere else."""
+        ...
+
+    @property
+    def first_mask(self) -> bytes:
+        """The mask of a matcher that has accepted nothing."""
+        ...
+
+    def start(self) -> GrammarMatcher: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to complete. `n` choices of one HTTP request are n of these with the same group id."""
@@ -58,6 +91,7 @@ class Request:
     kv_eviction: KVEviction = "none"  # which tokens to forget when the request outgrows its share of the KV cache
     kv_budget_tokens: int | None = None  # that share; None: as much as the pool holds
     num_prompt_logprobs: int | None = None  # of the prompt's own tokens, as `SamplingParams.num_logprobs`
+    grammar: Grammar | None = None  # what the output is held to; it ends with "stop" when the grammar is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +202,13 @@ class StepPlan:
 
 
 class Sample(NamedTuple):
-    """The token sampled for one plan item; None where the logits were not finite, which ends the request."""
+    """The token sampled for one plan item; None ends the request, with `error` or since its logits are not finite."""
 
     request_id: str
     token_id: int | None
     logprobs: Logprobs | None = None
+    is_last: bool = False  # an end token that completes the request's grammar
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,10 @@ class Engine:
     def _step(self) -> None:
         self._finish(self._scheduler.expire())
         runner = self._runner
-        plan = self._scheduler.plan() if self._has_work else None
-        if plan is None and not runner.num_in_flight:
-            self._take_commands(IDLE_POLL_SECONDS)  # blocked: only a command or time can help
+        unready = runner.unready_requests()
+        plan = self._scheduler.plan(unready) if self._has_work else None
+        if plan is None and not runner.num_in_flight:  # blocked: only a mask, a command or time can help
+            (runner.await_ready if unready else self._take_commands)(IDLE_POLL_SECONDS)
             return
         try:
             if plan is not None:
@@ -114,6 +115,7 @@ class Engine:
             self._log("error", f"the engine stopped: {self._failure}")
             self._log("debug", traceback.format_exc())
         finally:
+            self._runner.close()
             if self._disk is not None:
                 self._disk.close()
             self._call_loop(self._close)

@@ -1,12 +1,13 @@
 """Plan in, samples out: the only part of the engine that touches tensors. Engine thread only.
 
-The runner remembers, per request, what sampling needs and the scheduler does not: the generator's key and the
-token counts for penalties. It learns of a request from `StepPlan.new_requests` and forgets it on
-`ended_request_ids`; a preempted request stays known, so that recomputation cannot change what it samples.
+The runner remembers, per request, what sampling needs and the scheduler does not: the generator's key, the token
+counts for penalties, and where the output stands in its grammar. It learns of a request from `StepPlan.new_requests`
+and forgets it on `ended_request_ids`; a preempted request stays known, so that recomputation cannot change what it
+samples.
 
 Where the backend computes beside Python (`Ops.steps_ahead`), a step may be launched before the last one has landed. A
-token that nobody knows yet goes into the next step by the name of its slot; a step whose penalties count such a token
-waits for it, and so does every step of which more than tokens is to be read.
+token that nobody knows yet goes into the next step by the name of its slot; a step whose penalties count such a token,
+or whose grammars read it, waits for it, and so does every step of which more than tokens is to be read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from kvd.cache.store import Arena, restore_blocks, save_blocks
 from kvd.core import Logprobs, PlanItem, Sample, StepPlan, StepResult
 from kvd.engine.batch_builder import BatchBuilder
+from kvd.engine.grammar_masks import GrammarMasks
 from kvd.engine.prompt_logprobs import PromptScorer, Scores
 from kvd.engine.sampling_rows import RequestSampling, SamplingRows
 from kvd.model.decoder import Decoder
@@ -69,6 +71,7 @@ class Runner:
         self._known: dict[str, RequestSampling] = {}
         self._sampling_rows = SamplingRows(decoder.max_seqs)
         self._scorer = PromptScorer(decoder)
+        self._grammars = GrammarMasks()
         self._newest_tokens = np.zeros(decoder.max_seqs, dtype=np.int64)
         self._num_unknown = np.zeros(decoder.max_seqs, dtype=np.int64)  # steps in flight that choose a slot's token
         self._in_flight: list[_Step] = []
@@ -84,6 +87,18 @@ class Runner:
     def steps_ahead(self) -> int:
         """How many steps more may be launched before one is landed."""
         return self._decoder.ops.steps_ahead
+
+    def unready_requests(self) -> frozenset[str]:
+        """Requests that the next plan should leave out: what their grammars allow takes long to find out."""
+        return self._grammars.unready()
+
+    def await_ready(self, timeout: float) -> None:
+        """Wait until one of them may be planned again, or so many seconds."""
+        self._grammars.await_one(timeout)
+
+    def close(self) -> None:
+        """End the threads that work for it."""
+        self._grammars.close()
 
     @property
     def num_in_flight(self) -> int:
@@ -104,9 +119,10 @@ class Runner:
         for request_id in plan.ended_request_ids:
             self._known.pop(request_id, None)
             self._scorer.forget(request_id)
+            self._grammars.forget(request_id)
         for request in plan.new_requests:
-            seed = request.sampling.seed
-            self._known[request.request_id] = RequestSampling(request, self._draw_seed() if seed is None else seed)
+            seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
+            self._known[request.request_id] = RequestSampling(request, seed, self._grammars.add(request))
             self._scorer.add(request)
         self._move_blocks(step)
         if plan.items:
@@ -140,8 +156,8 @@ class Runner:
 
     def _compute(self, step: _Step) -> None:
         items = step.sampled = [item for item in step.plan.items if item.samples]
-        if any(self._known[item.request_id].output_counts is not None for item in items):
-            for older in self._in_flight[:-1]:  # penalties count the tokens that these steps choose
+        if any(self._known[item.request_id].awaits_output for item in items):
+            for older in self._in_flight[:-1]:  # penalties count the tokens that these steps choose, grammars read them
                 self._wait(older)
         batch = self._builder.fill(step.plan, self._newest_tokens)
         step.mass = self._with_mass() if any(item.wants_mass for item in step.plan.items) else None
@@ -150,6 +166,9 @@ class Runner:
         for item in items:
             self._newest_tokens[item.slot] = -1 - item.slot
             self._num_unknown[item.slot] += 1
+            run = self._known[item.request_id].grammar
+            if run is not None:
+                run.num_in_flight += 1
         step.is_scored = any(item.num_scored for item in step.plan.items)
         if step.mass is not None or step.is_scored or self._observer is not None or not self.steps_ahead:
             for launched in self._in_flight:
@@ -185,10 +204,9 @@ class Runner:
         return self._mass_program
 
     def _sampling_batch(self, items: list[PlanItem]) -> SamplingBatch:
-        known = self._known
-        return self._sampling_rows.fill(
-            [known[item.request_id] for item in items], [item.start + len(item.token_ids) for item in items]
-        )
+        rows = [self._known[item.request_id] for item in items]
+        self._grammars.require(row.grammar for row in rows if row.grammar is not None)
+        return self._sampling_rows.fill(rows, [item.start + len(item.token_ids) for item in items])
 
     def _report(self, observer: RunnerObserver, plan: StepPlan, logits: torch.Tensor) -> None:
         row = 0
@@ -204,15 +222,22 @@ class Runner:
         for item, token_id, logprobs in zip(items, result.token_ids, result.logprobs, strict=True):
             request_id = item.request_id
             self._num_unknown[item.slot] -= 1
-            if token_id is None:
-                samples.append(Sample(request_id, None))
+            known = self._known.get(request_id)  # it may have ended while this step was in flight
+            run = None if known is None else known.grammar
+            if run is not None:
+                run.num_in_flight -= 1
+            if token_id is None or (run is not None and run.error is not None):
+                samples.append(Sample(request_id, None, error=None if run is None else run.error))
                 continue
             if not self._num_unknown[item.slot]:
                 self._newest_tokens[item.slot] = token_id
-            known = self._known.get(request_id)  # it may have ended while this step was in flight
             if known is not None and known.output_counts is not None:
                 known.output_counts.add(token_id)
-            samples.append(Sample(request_id, token_id, logprobs and Logprobs(logprobs[0], tuple(logprobs[1]))))
+            is_last = run is not None and token_id in run.end_token_ids
+            if run is not None and not is_last:
+                self._grammars.accept(run, token_id)
+            found = logprobs and Logprobs(logprobs[0], tuple(logprobs[1]))
+            samples.append(Sample(request_id, token_id, found, is_last))
         return tuple(samples)
 
 

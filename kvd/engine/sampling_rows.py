@@ -2,7 +2,7 @@
 
 Invariant: row r of the buffers holds the parameters of the request that `fill` last put there. They do not change
 while a request lives, so a request that samples in the same row as in the step before costs its position alone;
-token counts and bans, which do change, are looked at for the requests that have them.
+token counts, bans and masks, which do change, are looked at for the requests that have them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvd.core import Request
+from kvd.engine.grammar_masks import GrammarRun
 from kvd_kernels.ops import Ragged, SamplingBatch
 
 _MASK64 = (1 << 64) - 1
@@ -60,14 +61,15 @@ class TokenCounts:
 class RequestSampling:
     """What is remembered of one request from its first step to its end, preemptions included.
 
-    seed: of the request, or one drawn for it.
+    seed: of the request, or one drawn for it. grammar: None where it has none.
     """
 
-    __slots__ = ("bias", "key", "min_position", "output_counts", "params", "prompt_counts", "stop_ids")
+    __slots__ = ("bias", "grammar", "key", "min_position", "output_counts", "params", "prompt_counts", "stop_ids")
 
-    def __init__(self, request: Request, seed: int) -> None:
+    def __init__(self, request: Request, seed: int, grammar: GrammarRun | None = None) -> None:
         self.params = params = request.sampling
         self.key = sampling_key(seed, request.choice_index)
+        self.grammar = grammar
         self.prompt_counts: Ragged | None = None
         self.output_counts: TokenCounts | None = None
         self.bias: Ragged | None = None
@@ -81,14 +83,20 @@ class RequestSampling:
         if params.logit_bias:
             token_ids, values = zip(*params.logit_bias, strict=True)
             self.bias = (torch.tensor(token_ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32))
-        if params.min_tokens and params.stop_token_ids:
+        if params.min_tokens and params.stop_token_ids and grammar is None:  # whose mask sees to it
             self.stop_ids = torch.tensor(sorted(params.stop_token_ids), dtype=torch.int64)
             self.min_position = len(request.prompt_token_ids) + params.min_tokens
 
     @property
     def is_ragged(self) -> bool:
         """May have an entry in the lists of a SamplingBatch."""
-        return self.output_counts is not None or self.bias is not None or self.stop_ids is not None
+        entries = (self.output_counts, self.bias, self.stop_ids, self.grammar)
+        return any(entry is not None for entry in entries)
+
+    @property
+    def awaits_output(self) -> bool:
+        """Which token comes next depends on those before it in more ways than by the logits."""
+        return self.output_counts is not None or self.grammar is not None
 
 
 class SamplingRows:
@@ -127,7 +135,8 @@ class SamplingRows:
             if row >= len(self._rows) or self._rows[row] is not sampling:
                 self._write(row, sampling)
         for row in range(len(rows), len(self._rows)):  # keep nothing of requests that may have ended
-            batch.prompt_counts[row] = batch.output_counts[row] = batch.bias[row] = batch.banned[row] = None
+            batch.prompt_counts[row] = batch.output_counts[row] = batch.bias[row] = None
+            batch.banned[row] = batch.masks[row] = None
         self._rows = rows
         self._ragged = [(row, sampling) for row, sampling in enumerate(rows) if sampling.is_ragged]
         batch.num_rows = len(rows)
@@ -145,7 +154,7 @@ class SamplingRows:
             column[row] = value
         self.batch.prompt_counts[row] = sampling.prompt_counts
         self.batch.bias[row] = sampling.bias
-        self.batch.output_counts[row] = self.batch.banned[row] = None
+        self.batch.output_counts[row] = self.batch.banned[row] = self.batch.masks[row] = None
 
     def _fill_ragged(self, positions: Sequence[int]) -> bool:
         """What changes from step to step in the lists; returns whether any row has an entry at all."""
@@ -154,9 +163,10 @@ class SamplingRows:
         for row, sampling in self._ragged:
             counts = None if sampling.output_counts is None else sampling.output_counts.view()
             banned = sampling.stop_ids if positions[row] < sampling.min_position else None
-            batch.output_counts[row], batch.banned[row] = counts, banned
+            mask = None if sampling.grammar is None else sampling.grammar.mask(positions[row])
+            batch.output_counts[row], batch.banned[row], batch.masks[row] = counts, banned, mask
             has_any = has_any or any(
-                entry is not None for entry in (counts, banned, sampling.bias, sampling.prompt_counts)
+                entry is not None for entry in (counts, banned, mask, sampling.bias, sampling.prompt_counts)
             )
         return has_any
 

@@ -13,7 +13,7 @@ neighbour's prefix waits for one that runs, and nobody who runs waits for one th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvd.cache.manager import CacheManager, PhysicalBlock, Refusal
 from kvd.core import BLOCK_SIZE, StepPlan
@@ -61,20 +61,24 @@ class Planner:
         self._num_preempted = 0  # for want of blocks, since the latest plan
         self._refused: tuple[RequestState, int] | None = None  # and how many changes the cache had seen then
 
-    def plan(self) -> StepPlan | None:
-        """The next step, put in flight; None if nothing can be done before another is committed, or at all."""
+    def plan(self, unready: Collection[str]) -> StepPlan | None:
+        """The next step, put in flight; None if nothing can be done before another is committed, or at all.
+
+        unready: ids of requests of which nothing can be computed now; they keep what they hold unless others need it.
+        """
         self._cache.tiers.begin_plan()
         order = self._oldest_first()
-        decodes = [state for state in order if state.num_planned >= state.prefill_target and state.num_to_plan]
-        prefills = [state for state in order if state.num_planned < state.prefill_target]
+        able = [state for state in order if state.request.request_id not in unready] if unready else order
+        decodes = [state for state in able if state.num_planned >= state.prefill_target and state.num_to_plan]
+        prefills = [state for state in able if state.num_planned < state.prefill_target]
         budget = self._open_budget(len(decodes))
         self._bring_back(prefills, budget)
         self._grant_decodes(decodes, order, budget)
         self._grant_prefills(prefills, order, budget)
-        self._admit(budget)
+        self._admit(budget, unready)
         saves, copies, restores = self._cache.tiers.take_transfers()
         if not (budget.items or saves or copies or restores or budget.restored):
-            return self.plan() if self._break_deadlock(budget) else None
+            return self.plan(unready) if not unready and self._break_deadlock(budget) else None
         self._num_plans += 1
         new, ended = self._roster.new_requests, self._roster.ended_request_ids
         plan = StepPlan(
@@ -247,7 +251,7 @@ class Planner:
 
     # ------------------------------------------------------------------ those that wait
 
-    def _admit(self, budget: Budget) -> None:
+    def _admit(self, budget: Budget, unready: Collection[str]) -> None:
         """Start waiting requests in order of service, until one does not fit."""
         roster = self._roster
         num_awaiting = 0
@@ -259,8 +263,8 @@ class Planner:
             if len(roster.running) >= self._concurrency.limit or not roster.free_slots:
                 self._make_way(state, budget)
                 return
-            if state.must_release:
-                continue  # it was preempted, and a step in flight still names it
+            if state.must_release or state.request.request_id in unready:
+                continue  # it was preempted, and a step in flight or a worker still has to do with it
             if roster.running and self._refused == (state, self._cache.num_changes):
                 outcome: int | Refusal = Refusal.NO_ROOM  # still; but those that run have got somewhere meanwhile
             else:

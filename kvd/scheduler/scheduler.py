@@ -9,7 +9,7 @@ planned before the previous one is committed. Who may run and who holds what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvd.cache.manager import CacheManager
 from kvd.core import BLOCK_SIZE, FinishReason, PlanItem, Request, Sample, StepPlan, StepResult, TokenEvent
@@ -216,12 +216,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ planning and committing
 
-    def plan(self) -> StepPlan | None:
-        """The next step; None if nothing can be done before the step in flight is committed, or at all."""
+    def plan(self, unready: Collection[str] = ()) -> StepPlan | None:
+        """The next step; None if nothing can be done before the step in flight is committed, or at all.
+
+        unready: ids of requests to leave out of it.
+        """
         assert len(self._roster.in_flight) < MAX_IN_FLIGHT, "plan() runs too far ahead of commit()"
-        plan = self._planner.plan()
+        plan = self._planner.plan(unready)
         # With nothing in flight or under way, nobody would ever wake those who wait.
-        is_awaited = self.cache.tiers.is_busy or self.cache.chains.is_holding
+        is_awaited = self.cache.tiers.is_busy or self.cache.chains.is_holding or unready
         assert plan or self._roster.in_flight or not self._roster.states or is_awaited, "nothing can run"
         return plan
 
@@ -247,7 +250,8 @@ class Scheduler:
             num_prefill += self._land(state, item)
             if not state.has_ended and not is_finite:
                 # What it computed may be as broken as its logits: nothing of this step is published.
-                events.append(self._roster.end(state, None, "error", error=NOT_FINITE))
+                error = NOT_FINITE if sample is None else sample.error or NOT_FINITE
+                events.append(self._roster.end(state, None, "error", error=error))
             elif not state.has_ended:
                 if state.num_computed >= BLOCK_SIZE * (state.blocks.num_published + 1):
                     self._publish(state)
@@ -304,7 +308,7 @@ class Scheduler:
         if state.first_token is None:
             state.first_token = now
         self._tally.generation_tokens += 1
-        reason = state.finish_reason_after(sample.token_id)
+        reason = "stop" if sample.is_last else state.finish_reason_after(sample.token_id)
         if reason is not None:
             return self._roster.end(state, sample, reason)
         return state.event(sample.token_id, None, logprobs=sample.logprobs)

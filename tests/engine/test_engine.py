@@ -33,6 +33,9 @@ class FakeRunner:
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.num_steps = 0
         self.not_finite: set[str] = set()
+        self.unready: frozenset[str] = frozenset()
+        self.num_awaited = 0
+        self.is_closed = False
 
     @property
     def num_in_flight(self) -> int:
@@ -48,6 +51,16 @@ class FakeRunner:
         self.num_steps += 1
         samples = tuple(self.sample(item) for item in plan.items if item.samples)
         return self.in_flight.pop(0), StepResult(plan.step_id, samples, 0.001)
+
+    def unready_requests(self) -> frozenset[str]:
+        return self.unready
+
+    def await_ready(self, timeout: float) -> None:
+        self.num_awaited += 1
+        time.sleep(0.001)
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def void(self) -> int:
         step_id = self.in_flight[0].step_id
