@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -173,6 +174,38 @@ def test_health_and_models(url: str) -> None:
     models = call(f"{url}/v1/models")[1]["data"]
     assert [model["id"] for model in models] == [MODEL]
     assert models[0]["max_model_len"] == 2048
+
+
+def test_messages_with_a_forced_call_and_its_result(url: str) -> None:
+    tool: Any = {
+        "name": "get_weather",
+        "description": "Current weather of a place",
+        "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    }
+    turns: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    request: dict[str, Any] = {"model": MODEL, "tools": [tool], "messages": turns}
+    with anthropic.Anthropic(
+        base_url=url,
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        http_client=anthropic.DefaultHttpxClient(trust_env=False, verify=False),
+    ) as client:
+        forced: dict[str, Any] = {**request, "tool_choice": {"type": "tool", "name": "get_weather"}}
+        num_tokens = client.messages.count_tokens(**forced).input_tokens
+        with client.messages.stream(**forced, max_tokens=100, extra_body={"temperature": 0}) as events:
+            message = events.get_final_message()
+        (call,) = message.content
+        assert (call.type, message.stop_reason) == ("tool_use", "tool_use")
+        assert isinstance(call.input["place"], str)
+        usage = message.usage
+        assert num_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny, 21 degrees"}
+        turns += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        answer = client.messages.create(**request, max_tokens=32, extra_body={"temperature": 0})
+    assert answer.content[0].type == "text"
+    assert answer.usage.cache_read_input_tokens is not None
+    assert answer.usage.cache_read_input_tokens > num_tokens, "the first turn is cached, the call included"
 
 
 async def _one_of_many(session: aiohttp.ClientSession, url: str, index: int, chance: random.Random) -> str:
