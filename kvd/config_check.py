@@ -59,6 +59,8 @@ def check(config: Config, where: Where) -> list[str]:
         for name in weaker
         if getattr(config, name) != SETTINGS[name].default
     ]
+    if config.api_key_file is not None and os.stat(config.api_key_file).st_mode & 0o077:
+        notices.append(f"{where('api_key_file')}: other users of this machine can read the file; chmod 600 mends that")
     if not config.enable_prefix_caching:
         notices += [
             f"{where(name)} has no effect without enable_prefix_caching"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvd.config_flags import parse_flags
+from kvd.config_keys import read_key_file
 from kvd.config_load import load_config
 from kvd.errors import ConfigError
 from kvd.tools.bench_client import parse_root
@@ -62,7 +63,10 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> BenchOptions:
     api_key = values.get("api_key") or environment.get("KVD_API_KEY") or None
     if starts_own:
         line = parse_flags(rest)
-        keys = load_config(line.config_path, line.entries, environment).config.api_key
+        config = load_config(line.config_path, line.entries, environment).config
+        keys = config.api_key
+        if not keys and config.api_key_file is not None:
+            keys = read_key_file(Path(config.api_key_file))
         api_key = keys[0].key if keys else None
     allow_remote = chosen.allow_remote
     for name in ("model_against", "api_key_against"):

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvd.config_docs import resolved_yaml
 from kvd.config_keys import ApiKey, ApiKeys, KeyLimits, read_key_file
 from kvd.config_kinds import ValueRefused
+from kvd.config_load import LoadedConfig, load_config
 from kvd.errors import ConfigError, RequestError
 from kvd.server.keys import CHECK_SECONDS, Client, KeyRing
 from kvd.server.limits import Limits
@@ -56,6 +58,45 @@ def test_other_forms_are_refused(raw: Any) -> None:
         return
     with pytest.raises(ValueRefused):
         ApiKeys().parse(raw)
+
+
+def config_of(folder: Path, text: str) -> LoadedConfig:
+    path = folder / "kvd.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path)
+
+
+def test_a_configuration_with_keys(tmp_path: Path) -> None:
+    named = config_of(tmp_path, "host: 0.0.0.0\napi_key: {alice: 0123, bob: sk-b}\n").config
+    assert [(each.name, each.key) for each in named.api_key] == [("alice", "0123"), ("bob", "sk-b")]
+    assert "sk-b" not in resolved_yaml(named, {})
+    assert load_config(environment={"KVD_API_KEY": '{"ci": "x"}'}).config.api_key == (ApiKey("ci", "x"),)
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("carol: sk-c\n")
+    keys.chmod(0o644)
+    loaded = config_of(tmp_path, f"host: 0.0.0.0\napi_key_file: {keys}\n")
+    assert any("chmod 600" in notice for notice in loaded.notices)
+    keys.chmod(0o600)
+    assert not config_of(tmp_path, f"api_key_file: {keys}\n").notices
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("api_key: {alice: hush, bob: hush}\n", "twice"),
+        ("api_key: {al/ice: hush}\n", "names of 1 to 64"),
+        ("api_key: [hush, [hush]]\n", "a key, a list of keys"),
+        ("api_key: {alice: }\n", "a key, a list of keys"),
+        ("api_key_file: /none/keys.yaml\n", "No such file"),
+        ("max_body_size: 2MiB\nmax_body_bytes_in_flight: 1MiB\n", "max_body_bytes_in_flight"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_that_shows_no_key(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path, text)
+    assert part in str(caught.value)
+    assert "hush" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_key_is_not_in_its_representation() -> None:
