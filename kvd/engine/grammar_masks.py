@@ -7,7 +7,8 @@ Invariant: a run is ready when its mask is that of the token to be sampled next.
 
 Who waits for whom: before a plan the engine waits `GRACE_SECONDS` at most, and leaves those out that are not ready
 then (`unready`). So a slow grammar holds up nobody but itself. Where steps are launched ahead, a request whose token is
-still in flight makes the launch wait, as penalties do; with a slow grammar it is left out instead until it has landed.
+still in flight makes the launch wait, as penalties do; where its latest mask was slow, or none was computed yet, it is
+left out instead until that token has landed.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class GrammarRun:
     """One request's way through its grammar, preemptions included.
 
     error          why the grammar cannot be followed any further; the token sampled then means nothing
+    is_slow        its latest mask took longer than the grace
+    is_new         no mask was computed for it yet, so nobody knows how long one takes
     num_in_flight  launched steps that choose a token for it
     """
 
     __slots__ = (
         "_end_bits", "_fault", "_mask", "_matcher", "_min_position", "_stop_bits", "_token_id", "end_token_ids",
-        "is_ready", "is_slow", "num_in_flight",
+        "is_new", "is_ready", "is_slow", "num_in_flight",
     )  # fmt: skip
 
     def __init__(self, request: Request, grammar: Grammar) -> None:
@@ -44,6 +47,7 @@ class GrammarRun:
         self.end_token_ids = grammar.end_token_ids
         self.is_ready = True
         self.is_slow = False
+        self.is_new = True
         self.num_in_flight = 0
         self._matcher = grammar.start()
         self._mask = np.frombuffer(grammar.first_mask, dtype=np.int32)
@@ -80,6 +84,7 @@ class GrammarRun:
         except BaseException as error:  # a panic is no Exception; it is this request that has to end, not the worker
             self._fault = f"the grammar failed: {type(error).__name__}: {error}"
         self.is_slow = time.monotonic() - started > GRACE_SECONDS
+        self.is_new = False
 
     def note(self, token_id: int) -> None:
         """What the worker is to take in."""
@@ -141,7 +146,7 @@ class GrammarMasks:
         return frozenset(
             request_id
             for request_id, run in self._runs.items()
-            if not run.is_ready or (run.is_slow and run.num_in_flight)
+            if not run.is_ready or (run.num_in_flight and (run.is_slow or run.is_new))
         )
 
     def await_one(self, timeout: float) -> None:
