@@ -137,12 +137,11 @@ def _describe(
 
 
 _INSTRUCTIONS = """\
-You can call functions. Each line describes one, with its parameters as a JSON schema:
+You can call these functions, whose parameters are given as JSON schemas:
 {functions}
-
-To call a function, answer with its name and its arguments in exactly this form:
+To call one, answer with its name and arguments in exactly this form:
 {example}
-The result comes in <tool_response></tool_response>. Answer in plain words when no function is needed."""
+Its result follows in <tool_response>. Answer in plain words when you need no function."""
 
 
 def _call_of(call: dict[str, Any]) -> Call:

@@ -117,14 +117,14 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 @pytest.fixture
 async def start_server(text_model: TextModel) -> AsyncIterator[StartServer]:
-    """Start servers with given settings; all are closed at the end."""
+    """Start servers with given settings, and with another text model than usual; all are closed at the end."""
     harnesses: list[Harness] = []
 
-    async def start(**settings: Any) -> Harness:
+    async def start(*, text: TextModel = text_model, **settings: Any) -> Harness:
         settings.setdefault("end_token_ids", frozenset({END, IM_END}))
         settings.setdefault("shutdown_seconds", 0.2)
-        engine, event_log = FakeEngine(text_model), EventLog()
-        app = build_app(engine, text_model, config=ServerSettings(**settings), event_log=event_log)
+        engine, event_log = FakeEngine(text), EventLog()
+        app = build_app(engine, text, config=ServerSettings(**settings), event_log=event_log)
         server = await serve(app, "127.0.0.1", 0)
         harnesses.append(Harness(engine, server, aiohttp.ClientSession(), event_log))
         return harnesses[-1]

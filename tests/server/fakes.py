@@ -26,7 +26,7 @@ from kvd.views import Counters, EngineInfo, MemoryBudget, PrefixView, RequestVie
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 BEGIN, END, IM_START, IM_END = range(256, 260)
 VOCAB_SIZE = 260
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 1024
 MODEL = "tiny/test-model"
 
 CHAT_TEMPLATE = (
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_text_model(folder: Path) -> TextModel:
+def build_text_model(folder: Path, *, chat_template: str = CHAT_TEMPLATE, **options: str) -> TextModel:
     """A byte-level tokenizer whose id n is byte n, with a BOS and a ChatML template."""
     alphabet = _byte_characters()
     tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[]))
@@ -46,10 +46,11 @@ def build_text_model(folder: Path) -> TextModel:
     tokenizer.save(str(path))
     text = TextModel(
         path,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         adds_bos=True,
         bos_token_id=BEGIN,
         special_tokens={"bos_token": "<|begin|>", "eos_token": "<|end|>"},
+        **options,
     )
     assert text.encode_prompt("é") == [BEGIN, *"é".encode()]
     return text
