@@ -18,9 +18,9 @@ from aiohttp import web
 from kvd import __version__
 from kvd.server.cache_control import DEFAULT_PREFIXES, MAX_PREFIXES, ChainRequest
 from kvd.server.chat_types import ChatRequest
-from kvd.server.common_types import RANGES
 from kvd.server.completion_types import CompletionRequest
 from kvd.server.messages_types import CountTokensRequest, MessagesRequest
+from kvd.server.openapi_rules import add_rules
 from kvd.server.operations import DetokenizeRequest, TokenizeRequest
 from kvd.server.responses import json_response
 from kvd.server.responses_types import ResponsesRequest
@@ -109,6 +109,10 @@ _STATUS_WORDS = {
     503: "Loading, draining, or too many requests; Retry-After says when to come back",
     504: "The request ran out of time",
 }
+_ANY_NAME = {"type": "string", "minLength": 1}
+_PATH_VARIABLES = {"name": {"type": "string", "pattern": "^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"}}
+"""Schemas of the variables in paths: `name` is a session's."""
+
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -156,7 +160,7 @@ def build_document(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
     bodies = [operation.body for operation in OPERATIONS.values() if operation.body in {o.body for o in table.values()}]
     types = [body for body in dict.fromkeys(bodies) if body is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
-    _add_ranges(components)
+    add_rules(components)
     by_type = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
@@ -186,7 +190,7 @@ def build_document(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
 def _describe(path: str, operation: Operation, body: dict[str, Any] | None) -> dict[str, Any]:
     error = _REFERENCE.format(name="MessagesError" if path.startswith("/messages") else "Error")
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {"name": name, "in": "path", "required": True, "schema": _PATH_VARIABLES.get(name, _ANY_NAME)}
         for name in re.findall(r"{(\w+)}", path)
     ]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in (operation.query or {}).items()]
@@ -195,7 +199,9 @@ def _describe(path: str, operation: Operation, body: dict[str, Any] | None) -> d
         entry["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
     if operation.is_open:
         entry["security"] = []
-    answer = {kind: {"schema": {"type": "object" if kind == JSON else "string"}} for kind in operation.answers}
+    answer: dict[str, Any] = {kind: {} for kind in operation.answers}  # an event stream has no one schema
+    if JSON in answer:
+        answer[JSON] = {"schema": {"type": "object"}}
     entry["responses"] = {"200": {"description": _STATUS_WORDS[200], "content": answer}} | {
         str(status): {
             "description": _STATUS_WORDS[status],
@@ -215,13 +221,3 @@ def _error_statuses(path: str, operation: Operation) -> set[int]:
         if not path.startswith("/kvd/"):
             statuses |= {*_POSTED}
     return statuses
-
-
-def _add_ranges(components: dict[str, dict[str, Any]]) -> None:
-    """What the shared fields allow, from the table that checks them."""
-    for name in ("ChatRequest", "CompletionRequest"):
-        properties = components.get(name, {}).get("properties", {})
-        for field, (low, high) in RANGES.items():
-            for choice in properties.get(field, {}).get("anyOf", ()):
-                if choice.get("type") in ("integer", "number"):
-                    choice |= {"minimum": low, "maximum": high}
