@@ -74,8 +74,9 @@ class CallForms:
 class GrammarSpec:
     """What a request asks for.
 
-    kind          json_object: any JSON object. json_schema: JSON that fits a schema. regex: the whole answer matches.
-                  choice: one of some texts. lark: a grammar in llguidance's Lark dialect. tool_calls: tool calls.
+    kind          json_object: any JSON object. json_schema: JSON that fits a schema. regex: the whole answer matches,
+                  where `\\d` is 0-9. choice: one of some texts. lark: a grammar in llguidance's Lark dialect.
+                  tool_calls: tool calls.
     source        the schema as JSON text, the expression, the texts, the grammar or the forms; "" for json_object
     strict        for JSON schemas: `oneOf` is refused instead of taken for `anyOf`
     lenient       for JSON schemas: what a grammar cannot express is left to the model instead of refused
@@ -242,7 +243,7 @@ def _answer(spec: GrammarSpec, vocabulary: TokenizerForGrammars) -> list[dict[st
             return [{"json_schema": _schema(source, spec)}]
         case "regex":
             assert isinstance(source, str)
-            return [{"lark_grammar": f"start: /{llguidance.regex_to_lark(source)}/"}]
+            return [{"lark_grammar": f"start: /{llguidance.regex_to_lark(source, 'd')}/"}]
         case "choice":
             assert isinstance(source, tuple)
             if not source or "" in source:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvd.core import Request, SamplingParams
+from kvd.engine.grammar_masks import GrammarRun
 from kvd.engine.sampling_rows import RequestSampling, SamplingRows, TokenCounts
 from kvd_kernels.ops import Ragged, SamplingBatch
 
@@ -17,6 +18,23 @@ COLUMNS = (
     "temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "seeds", "positions",
     "num_logprobs",
 )  # fmt: skip
+
+
+class HalfAllowed:
+    """A grammar of 32 tokens, of which every other one may come first."""
+
+    end_token_ids = frozenset((1,))
+    first_mask = b"\xaa\xaa\xaa\xaa"
+    error = None
+
+    def start(self) -> HalfAllowed:
+        return self
+
+    def accept(self, token_id: int) -> None:
+        raise AssertionError("nothing is sampled here")
+
+    def mask(self) -> bytes:
+        return self.first_mask
 
 
 def random_sampling(chance: random.Random, number: int) -> RequestSampling:
@@ -35,7 +53,9 @@ def random_sampling(chance: random.Random, number: int) -> RequestSampling:
         num_logprobs=chance.choice((None, None, 0, 4)),
     )
     prompt = tuple(chance.randrange(30) for _ in range(10))
-    return RequestSampling(Request(f"r{number}", prompt, params, 0.0, choice_index=number % 3), seed=number)
+    request = Request(f"r{number}", prompt, params, 0.0, choice_index=number % 3)
+    grammar = GrammarRun(request, HalfAllowed()) if chance.random() < 0.3 else None
+    return RequestSampling(request, number, grammar)
 
 
 def ragged_as_values(entry: Ragged | torch.Tensor | None) -> object:
@@ -49,7 +69,7 @@ def ragged_as_values(entry: Ragged | torch.Tensor | None) -> object:
 def as_values(batch: SamplingBatch) -> object:
     rows = range(batch.num_rows)
     columns = [getattr(batch, name)[: batch.num_rows].tolist() for name in COLUMNS]
-    lists = (batch.prompt_counts, batch.output_counts, batch.bias, batch.banned)
+    lists = (batch.prompt_counts, batch.output_counts, batch.bias, batch.banned, batch.masks)
     ragged = [[ragged_as_values(column[row]) for row in rows] for column in lists]
     return columns, ragged, batch.num_rows, batch.max_logprobs, batch.has_ragged
 
@@ -75,7 +95,8 @@ def test_rows_that_are_kept_equal_rows_that_are_written(seed: int) -> None:
         batch = kept.fill(list(sampling), wanted)
         has_been_ragged.add(batch.has_ragged)
         assert as_values(batch) == as_values(SamplingRows(MAX_SEQS).fill(list(sampling), wanted))
-        assert all(entry is None for column in (batch.bias, batch.banned) for entry in column[len(sampling) :])
+        columns = (batch.bias, batch.banned, batch.masks)
+        assert all(entry is None for column in columns for entry in column[len(sampling) :])
         for one in sampling:
             if one.output_counts is not None:
                 one.output_counts.add(chance.randrange(30))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.core import Sample, StepResult
 from kvd.errors import ConfigError, ContextLengthExceeded, RequestError, ServerOverloaded
 from kvd.scheduler.admission import expected_growth_blocks, spare_blocks
 from kvd.scheduler.budget import UNKNOWN_TOKEN
@@ -510,3 +511,42 @@ def test_a_pin_leaves_every_request_the_blocks_that_it_may_hold() -> None:
     assert driver.last_event("b").num_dropped_tokens > 0
     assert driver.scheduler.unpin("a")
     assert driver.cache.num_blocks_active == 0
+
+
+# --------------------------------------------------------------------------- requests that are not ready
+
+
+def test_a_request_that_is_not_ready_is_left_out_and_keeps_what_it_holds() -> None:
+    driver = Driver(max_num_batched_tokens=40)
+    for request_id in ("a", "b"):
+        driver.scheduler.add(make_request(request_id, 10, max_tokens=5))
+    driver.step()
+    plan = driver.scheduler.plan({"a"})
+    assert plan is not None
+    assert shape(plan) == [("b", 10, 1, True)]
+    driver.commit(plan)
+    assert driver.scheduler.plan({"a", "b"}) is None
+    assert driver.scheduler.counters().num_preemptions == 0
+    assert shape(driver.plan()) == [("a", 10, 1, True), ("b", 11, 1, True)]
+    driver.commit(driver.plans[-1])
+    driver.finish()
+    assert [event.finish_reason for event in driver.events if event.finish_reason] == ["length"] * 2
+
+
+def test_the_end_of_a_grammar_is_a_stop_also_with_the_last_token_that_was_asked_for() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 10, max_tokens=1))
+    plan = driver.plan()
+    result = StepResult(plan.step_id, (Sample("a", 7, is_last=True),), 0.1)
+    (event,) = driver.scheduler.commit(plan, result)
+    assert (event.token_id, event.finish_reason) == (7, "stop")
+
+
+def test_a_sample_may_say_why_there_is_no_token() -> None:
+    driver = Driver()
+    driver.scheduler.add(make_request("a", 10))
+    plan = driver.plan()
+    result = StepResult(plan.step_id, (Sample("a", None, error="the grammar grew too large"),), 0.1)
+    (event,) = driver.scheduler.commit(plan, result)
+    assert (event.finish_reason, event.error) == ("error", "the grammar grew too large")
+    assert not driver.scheduler.has_work
