@@ -13,6 +13,7 @@ import torch
 from kvd_kernels.cpu.library import Library, installed_library, open_library
 from kvd_kernels.ops import Ops
 from kvd_kernels.registry import create_ops
+from tests.kernels import triton_share
 from tests.kernels.natives import LEVELS, Natives
 
 # Before triton is first imported: its decorator asks when it wraps a kernel.
@@ -20,6 +21,25 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 TRITON = ("triton", "triton-bf16")
 IMPLEMENTATIONS = ("reference", "reference-a16", "cpu", *TRITON)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """See `triton_share`."""
+    dropped, num_cases = [], 0
+    for item in items:
+        if not triton_share.is_triton(item.nodeid):
+            continue
+        if triton_share.is_cross_product(item.nodeid):
+            num_cases += 1
+            if num_cases % triton_share.KEPT_OF_CROSS_PRODUCT:
+                dropped.append(item)
+        elif not triton_share.is_quick(item.nodeid):
+            item.add_marker(pytest.mark.full)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(map(id, dropped))
+        items[:] = [item for item in items if id(item) not in gone]
 
 
 def make_ops(name: str) -> Ops:
