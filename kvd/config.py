@@ -40,6 +40,14 @@ _KV_NAMES = {
     "bfloat16": "bf16",
     "fp8": "fp8_e4m3",
 }
+_TOOL_PARSER_NAMES = {
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+}
+_REASONING_PARSER_NAMES = {
+    "deepseek_r1": "think",
+    "qwen3": "think",
+}
 _MAX_COUNT = 2**40
 MIN_KV_EVICTION_TOKENS = 64
 """What a request that forgets tokens holds at least: a block of first tokens, one to forget, and the two newest."""
@@ -99,6 +107,20 @@ class Config(ServerConfig):
         "Model",
         "A file with a Jinja chat template, or the template itself, to use in place of the model's own.",
         null_means="the model's own",
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        Choice(("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"), _TOOL_PARSER_NAMES),
+        "Model",
+        "How the model writes tool calls; auto goes by its chat template, and where that knows none, describes tools "
+        "and calls in hermes form. With none, requests with tools are refused.",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        Choice(("auto", "none", "think"), _REASONING_PARSER_NAMES),
+        "Model",
+        "How the model marks its reasoning: think is `<think>…</think>`; auto is that where the chat template speaks "
+        "of it. With none, reasoning is part of the answer.",
     )
     seed: int | None = setting(
         None,

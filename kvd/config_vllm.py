@@ -242,7 +242,6 @@ FOREIGN_SETTINGS: dict[str, ForeignSetting] = {
     "chat_template_content_format": ForeignSetting(None, _OWN_TEMPLATE),
     "trust_request_chat_template": ForeignSetting(_OFF, "kvd renders no template that a client sends", is_switch=True),
     "default_chat_template_kwargs": ForeignSetting(frozenset({"{}"}), "a request sets chat_template_kwargs by itself"),
-    **_group(_PARSERS, None, "tool_call_parser reasoning_parser"),
     **_group(
         _PARSERS,
         None,

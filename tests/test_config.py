@@ -131,6 +131,8 @@ def test_the_python_calls_of_the_texts_are_valid_keys(tmp_path: Path) -> None:
         ("dashboard", "off", False),
         ("dashboard", "auto", None),
         ("quantization", "awq_marlin", "awq"),
+        ("tool_call_parser", "llama4_pythonic", "pythonic"),
+        ("reasoning_parser", "qwen3", "think"),
     ],
 )
 def test_spellings(tmp_path: Path, name: str, spelling: str, value: object) -> None:
@@ -146,7 +148,7 @@ def test_spellings(tmp_path: Path, name: str, spelling: str, value: object) -> N
         "--enforce-eager", "--trust-remote-code", "--no-trust-remote-code", "-tp 1 -pp 1", "--disable-log-requests",
         "--uvicorn-log-level debug", "--enable-chunked-prefill", "--enable_chunked_prefill=True", "--cpu-offload-gb 0",
         "--pipeline_parallel_size=1", "--tokenizer smollm2-135m-instruct", "--load-format safetensors",
-        "--tool-call-parser hermes --enable-auto-tool-choice", "--distributed-executor-backend mp",
+        "--enable-auto-tool-choice", "--distributed-executor-backend mp",
     ],
 )  # fmt: skip
 def test_settings_without_meaning_are_accepted_with_a_notice(line: str) -> None:

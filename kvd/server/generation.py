@@ -320,7 +320,7 @@ class GenerationJob:
                 kv_eviction=self.kv_eviction,
                 kv_budget_tokens=self.kv_budget_tokens,
                 num_prompt_logprobs=num_prompt_logprobs,
-                **({} if self.grammar is None else {"grammar": self.grammar}),
+                grammar=self.grammar,
             )
             for index, (prompt, sampling, num_prompt_logprobs) in enumerate(choices)
         ]

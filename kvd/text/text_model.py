@@ -64,6 +64,16 @@ class TextModel:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    def describe_parsers(self) -> str:
+        """One line on how answers are read, for people."""
+        if self.tool_format is None:
+            calls = "not read"
+        elif self._template is not None and speaks_format(self._template, self.tool_format):
+            calls = f"{self.tool_format.name}, as in the chat template"
+        else:
+            calls = f"{self.tool_format.name}, described in messages, since the chat template does not"
+        return f"tool calls: {calls}; reasoning: {THINK_OPEN if self.reasons else 'none'}"
+
     def encode_prompt(self, text: str, *, limit_tokens: int | None = None) -> list[int]:
         """Token ids of a plain prompt; what looks like a control token in it is text.
 

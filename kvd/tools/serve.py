@@ -117,7 +117,10 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
         adds_bos=files.adds_bos,
         bos_token_id=files.bos_token_id,
         special_tokens=files.special_tokens,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
+    log.info(text.describe_parsers())
     engine_log = get_logger("engine")
     levels = {"debug": 10, "info": 20, "warning": 30, "error": 40}
     try:
