@@ -48,9 +48,9 @@ class LinearConfig:
     num_stages: int
 
     @property
-    def max_registers(self) -> int:
-        """Per thread. Said because the assembler spills some forms, else, to fit one block more onto an SM."""
-        return 128 if self.block_rows <= 8 else 255
+    def max_registers(self) -> int | None:
+        """Per thread; None leaves it to the assembler. It spills some small tiles to fit one block more onto an SM."""
+        return 168 if self.kind == "tile" and self.block_rows <= 8 else None
 
     @property
     def is_wide(self) -> bool:

@@ -92,7 +92,8 @@ def _integer_variant(form: LinearConfig, bits: int, group: int, dtype: Activatio
     integers = ("n", *_SIZES, *_COUNTS, "x_stride", "residual_stride", "out_stride", "sums_stride", *_FLAGS)
     constants |= {"BM": form.block_rows, "SUMS_GIVEN": form.is_wide}
     pointers = {**x, "sums": "*fp32", **rest}
-    return _make(name, kernels.tile_kernel, pointers, integers, constants, form, budget, maxnreg=form.max_registers)
+    options = {"maxnreg": form.max_registers} if form.max_registers else {}
+    return _make(name, kernels.tile_kernel, pointers, integers, constants, form, budget, **options)
 
 
 def _dequantize_variant(bits: int, dtype: ActivationType) -> Variant:
