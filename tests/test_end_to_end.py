@@ -158,6 +158,52 @@ def test_a_prompt_of_three_chunks_twice(url: str, client: openai.OpenAI) -> None
     assert hits == second.prompt_tokens_details.cached_tokens
 
 
+def scored(url: str, prompt: list[int], num_logprobs: int = 1) -> dict[str, Any]:
+    """As lm-evaluation-harness asks how likely a text is; the usage beside it."""
+    body = {"model": MODEL, "prompt": [prompt], "echo": True, "logprobs": num_logprobs, "max_tokens": 1}
+    status, answer = call(f"{url}/v1/completions", {**body, "temperature": 0})
+    assert status == 200, answer
+    logprobs: dict[str, Any] = answer["choices"][0]["logprobs"]
+    assert {len(column) for column in logprobs.values()} == {len(prompt) + 1}
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    return {**logprobs, "cached": answer["usage"]["prompt_tokens_details"]["cached_tokens"]}
+
+
+def test_scores_of_a_cached_prompt_are_those_of_a_cold_one(url: str) -> None:
+    text = "The sky is blue because air scatters short waves more than long ones. " * 12
+    prompt = call(f"{url}/tokenize", {"prompt": text})[1]["tokens"]
+    assert len(prompt) > 2 * CHUNK
+    cold, again = scored(url, prompt), scored(url, prompt)
+    assert cold == again
+    assert cold["cached"] == 0
+    assert "".join(cold["tokens"][:-1]) == text
+    known = cold["token_logprobs"][len(prompt) // 2 : -1]  # by then it has come several times
+    assert sum(known) / len(known) > -0.5
+    status, answer = call(f"{url}/v1/completions", {"model": MODEL, "prompt": text, "max_tokens": 1})
+    assert status == 200, answer
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
+
+
+def test_a_long_prompt_is_scored_while_the_pool_is_full(url: str) -> None:
+    """With as many alternatives as may be asked for, beside others that want the same blocks."""
+    generator = random.Random(6)
+    long = generator.choices(range(100, 40000), k=1900)
+
+    async def ask_all() -> list[Any]:
+        others = [generator.choices(range(100, 40000), k=150) for _ in range(6)]
+        body = {"model": MODEL, "max_tokens": 40, "ignore_eos": True}
+        calls = [asyncio.to_thread(call, f"{url}/v1/completions", {**body, "prompt": ids}) for ids in others]
+        return list(await asyncio.gather(asyncio.to_thread(scored, url, long, 5), *calls))
+
+    logprobs, *answers = asyncio.run(ask_all())
+    num_shown = [len(top) for top in logprobs["top_logprobs"][1:]]  # fewer where tokens look alike
+    assert sum(num_shown) > 5 * len(num_shown)
+    assert all(status == 200 for status, _ in answers)
+    assert len(long) + 6 * 190 > NUM_BLOCKS * 16
+    status, answer = call(f"{url}/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 1})
+    assert status == 200, answer
+
+
 def test_a_prompt_that_fits_the_model_but_not_the_limit_is_refused_and_the_next_one_served(
     url: str, client: openai.OpenAI
 ) -> None:
