@@ -272,7 +272,8 @@ class AttentionKernels:
             sums, stats, tables.num_slots, batch.query_starts, call.out, call.lse,
             spec.num_heads, max_tokens, num_splits,
             HEAD_DIM=spec.head_dim, PADDED=call.constants["PADDED"], KEEPS_LSE=call.keeps_lse,
-            MIN_LENGTH=configs.MIN_SPLIT_SLOTS, num_warps=4, num_stages=1, enable_fp_fusion=True,
+            MIN_LENGTH=configs.MIN_SPLIT_SLOTS, num_warps=4, num_stages=1, maxnreg=configs.MAX_REGISTERS,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
     def _prefill(self, call: _Call, min_tokens: int) -> None:

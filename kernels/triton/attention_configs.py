@@ -50,17 +50,21 @@ def decode_config(rows: int, padded_dim: int, *, wide: bool, biased: bool) -> Ti
     (and so that sm_90 takes the matrix instructions that read packed operands as they lie); four where more rows would
     not leave their sums in registers. One choice for all cards: the budgets hold on each.
     """
-    num_blocks = 4 if padded_dim <= 128 and not wide else 2
-    # The key bias is added in a loop of its own, inside which nothing can be prefetched for the next tile.
-    num_warps = 2 if rows <= (8 if is_heavy(padded_dim, wide=wide, biased=biased) else 16) else 4
-    return TileConfig(rows, 2 if biased else num_blocks, num_warps, 1 if biased else 2)
+    heavy = is_heavy(padded_dim, wide=wide, biased=biased)
+    num_blocks = 2 if heavy or rows > 16 else 4
+    if biased and padded_dim > 128 and rows > 8:
+        num_blocks = 1
+    num_warps = 2 if rows <= (8 if heavy else 16) else 4
+    # The key bias is added in a loop of its own, inside which nothing can be prefetched for the next tile; and wide
+    # operands leave no registers for it.
+    return TileConfig(rows, num_blocks, num_warps, 1 if biased or wide else 2)
 
 
 def prefill_config(group_heads: int, padded_dim: int, *, wide: bool, biased: bool) -> TileConfig:
     """group_heads: query heads of a KV head, which a tile holds all of a token; as `decode_rows` takes them."""
     rows = 16 if is_heavy(padded_dim, wide=wide, biased=biased) else 32
     assert group_heads <= rows
-    return TileConfig(rows, 4 if padded_dim <= 128 else 2, 4, 1 if biased else 2)
+    return TileConfig(rows, 2 if padded_dim > 128 or biased else 4, 4, 1 if biased else 2)
 
 
 def mass_config(padded_dim: int) -> TileConfig:

@@ -87,6 +87,7 @@ def variants(card: Card, dtype: ActivationType) -> list[Variant]:
     found += [
         _decode("int8", 256, dtype, 16),
         _decode("int8", 128, dtype, 8, splits=False, keeps_lse=True),
+        _decode("int8", 256, dtype, 8, biased=True),
         _decode("int8", 256, dtype, 16, biased=True),
         _prefill("int8", 128, dtype, keeps_lse=True),
         _prefill("int8", 128, dtype, biased=True),
@@ -147,7 +148,7 @@ def _make(
         config.num_stages,
         tuple(argument for argument in kernel.arg_names if argument in pointers or argument in _STRIDES),
         Budget(elements, budget, 8 if budget else 0),
-        {"maxnreg": configs.MAX_REGISTERS} if kernel is kernels.decode else {},
+        {"maxnreg": configs.MAX_REGISTERS} if kernel in (kernels.decode, kernels.merge) else {},
     )
 
 
