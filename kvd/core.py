@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple, Protocol
 BLOCK_SIZE = 16
 """Tokens per KV block, for every model and backend."""
 
-FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error", "refused"]
+"""refused: the request turned out to be impossible while it ran: its grammar cannot be followed any further."""
 KVEviction = Literal["none", "sliding_window", "streaming", "heavy_hitter"]
 
 
@@ -202,13 +203,13 @@ class StepPlan:
 
 
 class Sample(NamedTuple):
-    """The token sampled for one plan item; None ends the request, with `error` or since its logits are not finite."""
+    """The token sampled for one plan item; None ends the request: with `refusal`, or as its logits are not finite."""
 
     request_id: str
     token_id: int | None
     logprobs: Logprobs | None = None
     is_last: bool = False  # an end token that completes the request's grammar
-    error: str | None = None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

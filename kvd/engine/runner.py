@@ -227,7 +227,7 @@ class Runner:
             if run is not None:
                 run.num_in_flight -= 1
             if token_id is None or (run is not None and run.error is not None):
-                samples.append(Sample(request_id, None, error=None if run is None else run.error))
+                samples.append(Sample(request_id, None, refusal=None if run is None else run.error))
                 continue
             if not self._num_unknown[item.slot]:
                 self._newest_tokens[item.slot] = token_id

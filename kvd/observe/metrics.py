@@ -22,7 +22,7 @@ from kvd.views import Counters, Histogram, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HIT_RATE_WINDOW_SECONDS = 60.0
-FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "error", "refused")
 
 _HISTOGRAM_HELP = {
     "time_to_first_token_seconds": "Time from arrival to the first token.",

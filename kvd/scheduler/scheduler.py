@@ -250,8 +250,9 @@ class Scheduler:
             num_prefill += self._land(state, item)
             if not state.has_ended and not is_finite:
                 # What it computed may be as broken as its logits: nothing of this step is published.
-                error = NOT_FINITE if sample is None else sample.error or NOT_FINITE
-                events.append(self._roster.end(state, None, "error", error=error))
+                refusal = None if sample is None else sample.refusal
+                reason: FinishReason = "error" if refusal is None else "refused"
+                events.append(self._roster.end(state, None, reason, error=refusal or NOT_FINITE))
             elif not state.has_ended:
                 if state.num_computed >= BLOCK_SIZE * (state.blocks.num_published + 1):
                     self._publish(state)

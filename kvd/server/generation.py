@@ -172,6 +172,8 @@ def _stop_reason(event: TokenEvent) -> StopReason:
     match event.finish_reason:
         case "stop" | "length" as reason:
             return reason
+        case "refused":
+            raise RequestError(f"request {event.request_id} cannot be completed: {event.error}")
         case "timeout":
             raise RequestError(
                 f"request {event.request_id} ran out of time", status=504, kind="server_error", code="timeout"

@@ -315,7 +315,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(small: Decoder, slow: S
     params = SamplingParams(max_tokens=6, temperature=0.0)
     requests = [Request(name, tuple(random_tokens(3, 9)), params, 0.0) for name in ("bad", "good")]
     events = Harness(small).run([replace(requests[0], grammar=slow), requests[1]])
-    assert events["bad"][-1].finish_reason == "error"
+    assert events["bad"][-1].finish_reason == "refused"
     assert fails in (events["bad"][-1].error or "")
     assert len(tokens_of(events["bad"])) == 1
     assert len(tokens_of(events["good"])) == 6

@@ -542,11 +542,11 @@ def test_the_end_of_a_grammar_is_a_stop_also_with_the_last_token_that_was_asked_
     assert (event.token_id, event.finish_reason) == (7, "stop")
 
 
-def test_a_sample_may_say_why_there_is_no_token() -> None:
+def test_a_sample_may_say_why_there_can_be_no_token() -> None:
     driver = Driver()
     driver.scheduler.add(make_request("a", 10))
     plan = driver.plan()
-    result = StepResult(plan.step_id, (Sample("a", None, error="the grammar grew too large"),), 0.1)
+    result = StepResult(plan.step_id, (Sample("a", None, refusal="the grammar grew too large"),), 0.1)
     (event,) = driver.scheduler.commit(plan, result)
-    assert (event.finish_reason, event.error) == ("error", "the grammar grew too large")
+    assert (event.finish_reason, event.error) == ("refused", "the grammar grew too large")
     assert not driver.scheduler.has_work
