@@ -58,7 +58,13 @@ def test_llm_goes_on_with_a_conversation(llm: Endpoint) -> None:
 
 
 def test_llm_gets_what_its_schema_demands(llm: Endpoint) -> None:
-    answer = json.loads(ask_llm(llm, "--schema", "name, age int", "Invent a dog."))
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    answer = json.loads(ask_llm(llm, "--schema", json.dumps(schema), "Invent a dog."))
     assert set(answer) == {"name", "age"}
     assert isinstance(answer["age"], int)
 
