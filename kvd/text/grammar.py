@@ -26,6 +26,8 @@ from kvd.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARACTERS = 1_000_000
 MAX_CACHED_GRAMMARS = 32
+MAX_CALLS = 16
+"""Tool calls of one answer. Without a bound a small model goes on calling until its tokens are spent."""
 MAX_COMPILING = 2
 """More would take the processor away from the engine."""
 
@@ -67,7 +69,7 @@ class CallForms:
     opening: str = ""
     separator: str = "\n"
     closing: str = ""
-    is_parallel: bool = True  # several calls are allowed
+    is_parallel: bool = True  # several calls are allowed, up to MAX_CALLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +264,7 @@ def _calls(forms: CallForms, spec: GrammarSpec, vocabulary: TokenizerForGrammars
     for index, form in enumerate(forms.calls):
         calls.append(f"{vocabulary.literal(form.begin)} @arguments{index} {vocabulary.literal(form.end)}")
         schemas.append({"name": f"arguments{index}", "json_schema": _schema(form.schema, spec)})
-    more = f" ({vocabulary.literal(forms.separator)} call)*" if forms.is_parallel else ""
+    more = f" ({vocabulary.literal(forms.separator)} call){{0,{MAX_CALLS - 1}}}" if forms.is_parallel else ""
     opening, closing = vocabulary.literal(forms.opening), vocabulary.literal(forms.closing)
     return [{"lark_grammar": f"start: {opening} call{more} {closing}\ncall: " + " | ".join(calls)}, *schemas]
 

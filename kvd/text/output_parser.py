@@ -46,6 +46,7 @@ class OutputParser:
         self.is_reasoning = starts_in_reasoning
         self.is_complete = False
         self._one_call = one_call
+        self._opening = tool_format.opening if tool_format is not None else ""
         self._closing = tool_format.closing if tool_format is not None else ""
         self._num_characters = 0
         self._source = AnswerSource(call_id)
@@ -76,6 +77,8 @@ class OutputParser:
             source.drop()  # the rest of a call's syntax, or an argument that was cut off
         elif source.num_calls and self._closing.startswith("".join(source.held).strip()):
             source.drop()
+        elif reason == "length" and self._opening and self._opening in "".join(source.held):
+            source.drop()  # a call that was cut off before its name was known
         else:
             source.release_text()
         has_calls = reason == "stop" and source.num_calls > 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvd.errors import RequestError
 from kvd.text.answer_source import AnswerSource, Steps
-from kvd.text.grammar import GrammarSpec, schema_text
+from kvd.text.grammar import MAX_CALLS, GrammarSpec, schema_text
 from kvd.text.tool_formats import Call, Tool, ToolFormat, read_name
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
@@ -47,14 +47,12 @@ class Pythonic(ToolFormat):
         return f"[{', '.join(written)}]"
 
     def grammar(self, tools: Sequence[Tool], *, one_call: bool) -> GrammarSpec:
-        rules = [f'start: "[" call{"" if one_call else _MORE_CALLS} "]"']
+        more = "" if one_call else f' (", " call){{0,{MAX_CALLS - 1}}}'
+        rules = [f'start: "[" call{more} "]"']
         rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
         for index, tool in enumerate(tools):
             rules += _call_rules(f"call{index}", tool)
         return GrammarSpec("lark", "\n".join(rules), param="tools")
-
-
-_MORE_CALLS = ' (", " call)*'
 
 
 # --------------------------------------------------------------------------- reading

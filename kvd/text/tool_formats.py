@@ -47,11 +47,13 @@ class ToolFormat(ABC):
     """One way to write calls.
 
     markers   tokens that must reach the parser although they are special in some vocabularies
+    opening   what marks the beginning of a call; "" where nothing does for certain
     closing   what stands behind a call and is lost without harm where the answer ends within it
     """
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]] = ()
+    opening: ClassVar[str] = ""
     closing: ClassVar[str] = ""
 
     @abstractmethod
@@ -141,8 +143,8 @@ class LlamaJson(MarkedFormat):
     """
 
     name = "llama3_json"
-    marker = "<|python_tag|>"
-    markers = (marker,)
+    opening = "<|python_tag|>"
+    markers = (opening,)
 
     def read(self, source: AnswerSource, tool_names: Collection[str]) -> Steps[None]:
         while True:
@@ -150,7 +152,7 @@ class LlamaJson(MarkedFormat):
                 source.settle()
                 continue
             source.give_back()
-            yield from source.read_until((self.marker,), source.release_text)
+            yield from source.read_until((self.opening,), source.release_text)
 
     def _reads_call(self, source: AnswerSource, tool_names: Collection[str]) -> Steps[bool]:
         char = yield from source.skip_spaces()
@@ -172,16 +174,16 @@ class Mistral(MarkedFormat):
     """
 
     name = "mistral"
-    marker = "[TOOL_CALLS]"
+    opening = "[TOOL_CALLS]"
     args_marker = "[ARGS]"
-    markers = (marker, args_marker, "[CALL_ID]")
+    markers = (opening, args_marker, "[CALL_ID]")
 
     def __init__(self, *, writes_args: bool = False) -> None:
         self.writes_args = writes_args
 
     def read(self, source: AnswerSource, tool_names: Collection[str]) -> Steps[None]:
         while True:
-            yield from source.read_until((self.marker,), source.release_text)
+            yield from source.read_until((self.opening,), source.release_text)
             char = yield from source.skip_spaces()
             num_calls = source.num_calls
             if char == "[":
@@ -232,18 +234,18 @@ class Mistral(MarkedFormat):
 
     def write(self, calls: Sequence[Call]) -> str:
         if self.writes_args:
-            return "".join(f"{self.marker}{name}{self.args_marker}{_dump(arguments)}" for name, arguments in calls)
-        return f"{self.marker} " + _dump([{"name": name, "arguments": arguments} for name, arguments in calls])
+            return "".join(f"{self.opening}{name}{self.args_marker}{_dump(arguments)}" for name, arguments in calls)
+        return f"{self.opening} " + _dump([{"name": name, "arguments": arguments} for name, arguments in calls])
 
     def forms(self, tools: Sequence[Tool], *, one_call: bool) -> CallForms:
         if self.writes_args:
             calls = tuple(
-                CallForm(f"{self.marker}{tool.name}{self.args_marker}", schema_text(tool.schema, param="tools"), "")
+                CallForm(f"{self.opening}{tool.name}{self.args_marker}", schema_text(tool.schema, param="tools"), "")
                 for tool in tools
             )
             return CallForms(calls, separator="", is_parallel=not one_call)
         calls = _object_forms(tools, "arguments")
-        return CallForms(calls, opening=f"{self.marker} [", separator=", ", closing="]", is_parallel=not one_call)
+        return CallForms(calls, opening=f"{self.opening} [", separator=", ", closing="]", is_parallel=not one_call)
 
 
 def read_name(source: AnswerSource, char: str) -> Steps[str]:

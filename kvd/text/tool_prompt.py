@@ -52,11 +52,11 @@ def speaks_format(template: ChatTemplate, tool_format: ToolFormat) -> bool:
 
 
 def _recognise(text: str) -> ToolFormat | None:
-    if Mistral.marker in text:
+    if Mistral.opening in text:
         return Mistral(writes_args=Mistral.args_marker in text)
     if _PYTHONIC_SIGN.search(text):
         return Pythonic()
-    if LlamaJson.marker in text or ('"parameters":' in text and '"name":' in text and Hermes.opening not in text):
+    if LlamaJson.opening in text or ('"parameters":' in text and '"name":' in text and Hermes.opening not in text):
         return LlamaJson()
     if Hermes.opening in text and "<function=" not in text:
         return Hermes()

@@ -228,6 +228,17 @@ def test_with_one_call_the_answer_ends_after_the_first(tool_format: ToolFormat) 
     assert shape(parts + opened.finish("stop")) == ["now{}", "[tool_calls]"]
 
 
+@pytest.mark.parametrize("tool_format", [HERMES, MISTRAL])
+@pytest.mark.parametrize("before", ["", "Well. "])
+def test_a_call_that_was_cut_off_before_its_name_is_no_text(tool_format: ToolFormat, before: str) -> None:
+    cut = before + tool_format.write([("get_weather", {})]).partition("get")[0]
+    opened = parser(tool_format)
+    assert shape(opened.push(cut) + opened.finish("length")) == [*([before.strip()] if before else []), "[length]"]
+    opened = parser(tool_format)
+    said = "".join(part.text for part in opened.push(cut) + opened.finish("stop") if isinstance(part, TextDelta))
+    assert said == cut, "a model that stops there by itself has meant something else"
+
+
 def test_a_stop_string_is_told() -> None:
     assert parser(HERMES).finish("stop", "END") == [Finish("stop", "END")]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, RequestError
 from kvd.text import TextModel
 from kvd.text.chat_template import ChatTemplate
+from kvd.text.grammar import MAX_CALLS, Grammar, GrammarCompiler
 from kvd.text.literals import ControlTokens
 from kvd.text.parts import (
     Finish,
@@ -22,6 +23,7 @@ from kvd.text.parts import (
     ToolCallEnd,
     join_parts,
 )
+from kvd.text.tool_formats import Mistral, Tool
 from kvd.text.tool_prompt import as_plain_messages, choose_format, speaks_format, with_short_ids
 from tests.text.conftest import train_byte_level
 
@@ -209,3 +211,85 @@ def test_parsers_are_described_in_one_line(byte_level: Path, templates: dict[str
     text = open_model(byte_level, templates["chatml"])
     assert "described in messages" in text.describe_parsers()
     assert "not read" in open_model(byte_level, templates["chatml"], tool_call_parser="none").describe_parsers()
+
+
+# --------------------------------------------------------------------------- grammars
+
+
+CITY = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {"days": {"type": "integer"}, "city": {"$ref": "#/$defs/city"}, "tags": {"type": "array"}},
+        "required": ["city"],
+        "$defs": {"city": {"enum": ["Paris", "Łódź"]}},
+    },
+)
+FREE = Tool("note", {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "string"}}})
+BARE = Tool("now")
+
+CALLS: list[tuple[list[tuple[str, dict[str, Any]]], bool]] = [
+    ([("get_weather", {"city": "Paris"})], True),
+    ([("get_weather", {"city": "Paris", "days": 2})], True),
+    ([("now", {})], True),
+    ([("note", {})], True),
+    ([("note", {"a": True})], True),
+    ([("note", {"b": "x"})], True),
+    ([("note", {"a": True, "b": "x, (y)"})], True),
+    ([("now", {}), ("note", {"b": "x"}), ("now", {})], True),
+    ([("now", {})] * MAX_CALLS, True),
+    ([("now", {})] * (MAX_CALLS + 1), False),
+    ([("get_weather", {"city": "Rome"})], False),
+    ([("get_weather", {"days": 2})], False),
+    ([("now", {"zone": 1})], False),
+    ([("other", {})], False),
+]
+
+
+@pytest.fixture(scope="module")
+def grammars(mistral_like: Path) -> GrammarCompiler:
+    end = Tokenizer.from_file(str(mistral_like)).token_to_id("<|im_end|>")
+    text = open_model(mistral_like, "{{ messages[0].content }}")
+    return text.open_grammars(end_token_ids=[end], num_logits=text.vocab_size)
+
+
+def is_sentence(grammar: Grammar, path: Path, text: str) -> bool:
+    matcher = grammar.start()
+    for token_id in Tokenizer.from_file(str(path)).encode(f"{text}<|im_end|>", add_special_tokens=False).ids:
+        if not matcher.mask()[token_id // 8] >> token_id % 8 & 1:
+            return False
+        matcher.accept(token_id)
+    return True
+
+
+@pytest.mark.parametrize("name", [*SIGNS, "newer mistral"])
+def test_a_grammar_allows_the_calls_that_its_format_writes(
+    grammars: GrammarCompiler, mistral_like: Path, name: str
+) -> None:
+    tool_format = Mistral(writes_args=True) if name == "newer mistral" else choose_format(name, None)
+    assert tool_format is not None
+    grammar = grammars.compile(tool_format.grammar([CITY, FREE, BARE], one_call=False))
+    for calls, is_right in CALLS:
+        text = _in_order(tool_format.write(calls), name)
+        assert is_sentence(grammar, mistral_like, text) == is_right, text
+    assert not is_sentence(grammar, mistral_like, "")
+    assert not is_sentence(grammar, mistral_like, "now")
+    single = grammars.compile(tool_format.grammar([BARE], one_call=True))
+    assert is_sentence(single, mistral_like, tool_format.write([("now", {})]))
+    assert not is_sentence(single, mistral_like, tool_format.write([("now", {}), ("now", {})]))
+
+
+def _in_order(text: str, name: str) -> str:
+    """JSON names arguments in the order of the schema; calls in Python begin with those that are required."""
+    if name == "pythonic":
+        return text.replace("True", "true").replace("'", '"')
+    return text.replace('"city": "Paris", "days": 2', '"days": 2, "city": "Paris"')
+
+
+def test_a_parameter_that_python_cannot_name_is_refused() -> None:
+    tool = Tool("f", {"type": "object", "properties": {"a-b": {}}})
+    pythonic = choose_format("pythonic", None)
+    assert pythonic is not None
+    with pytest.raises(RequestError, match="no name in Python") as refusal:
+        pythonic.grammar([tool], one_call=True)
+    assert refusal.value.param == "tools"
