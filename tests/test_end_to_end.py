@@ -325,3 +325,108 @@ async def test_two_hundred_sockets_closed_at_random_moments(server: Process, url
     assert not [line for line in server.lines if " error " in line.lower() or "Traceback" in line]
     status, answer = call(f"{url}/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 1})
     assert status == 200, answer
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+            "required": ["city", "unit"],
+        },
+    },
+}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+NEEDS_WEATHER = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
+
+
+def check_weather(arguments: str) -> None:
+    parsed = json.loads(arguments)
+    assert set(parsed) == {"city", "unit"}
+    assert isinstance(parsed["city"], str)
+    assert parsed["unit"] in ("celsius", "fahrenheit")
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_small_model_calls_a_tool_when_it_must(client: openai.OpenAI, temperature: float) -> None:
+    body: dict[str, Any] = {
+        "model": MODEL, "messages": NEEDS_WEATHER, "tools": [WEATHER], "tool_choice": "required", "seed": 3,
+        "parallel_tool_calls": False, "temperature": temperature, "max_tokens": 400,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**body).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "get_weather"
+    check_weather(call.function.arguments)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert deltas[0].function.name == "get_weather"
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_a_named_tool_and_a_turn_after_its_result(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is 2 plus 3?"}]
+    choice = {"type": "function", "function": {"name": "add"}}
+    answer = client.chat.completions.create(  # type: ignore[call-overload]
+        model=MODEL, messages=messages, tools=[WEATHER, ADD], tool_choice=choice, temperature=0, max_tokens=100
+    )
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    assert call.function.name == "add"
+    assert all(isinstance(value, int) for value in json.loads(call.function.arguments).values())
+    messages += [message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    following = client.chat.completions.create(  # type: ignore[call-overload]
+        model=MODEL, messages=messages, tools=[WEATHER, ADD], tool_choice="none", temperature=0, max_tokens=8
+    )
+    assert following.choices[0].message.content
+
+
+def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"country": {"type": "string", "maxLength": 20}, "size": {"enum": ["small", "large"]}},
+        "required": ["country", "size"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Describe Paris."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": schema}},  # type: ignore[arg-type]
+        temperature=1,
+        seed=5,
+        max_tokens=200,
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    place = json.loads(answer.choices[0].message.content or "")
+    assert set(place) == {"country", "size"}
+    assert len(place["country"]) <= 20
+    assert place["size"] in ("small", "large")
+
+
+def test_choices_compute_their_prompt_once(url: str, client: openai.OpenAI) -> None:
+    content = "Go on with this list: " + ", ".join(str(n * 61 % 997) for n in range(50))
+    before = series(url)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": content}], n=3, temperature=1, seed=1, max_tokens=12
+    )
+    assert answer.usage is not None
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    hits = series(url)["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
+    assert hits >= 2 * (answer.usage.prompt_tokens - 16), "all but the last, not yet complete block"
