@@ -56,9 +56,10 @@ class PromptScorer:
 
     def _score(self, item: PlanItem, first_row: int) -> Scores:
         prompt, num_logprobs = self._prompts[item.request_id]
-        following = prompt[item.start + 1 : item.start + 1 + item.num_scored]
+        end = item.start + 1 + item.num_scored
         scores: list[Logprobs | None] = []
-        for targets in following.split(self._decoder.max_seqs):
+        for start in range(item.start + 1, end, self._decoder.max_seqs):
+            targets = prompt[start : min(end, start + self._decoder.max_seqs)]
             logits = self._decoder.logits_of(first_row + len(scores), len(targets))
             scores += self._look_up(logits, targets, num_logprobs)
         return tuple(scores)

@@ -13,7 +13,7 @@ import msgspec
 from kvd.core import KVEviction, SamplingParams
 from kvd.server.responses import invalid, short
 from kvd.server.settings import SamplingDefaults
-from kvd.server.validation import check_choice, check_object, check_range, check_token_ids, unsupported
+from kvd.server.validation import check_choice, check_object, check_range, check_token_ids
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
@@ -34,13 +34,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_tokens": (0, 2**31),
     "kv_budget_tokens": (MIN_KV_BUDGET_TOKENS, 2**31),
 }
-_CONSTRAINED_DECODING = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -101,16 +94,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "'stream_options' needs 'stream': true")
         _check_response_format(self.response_format)
-
-    def refuse_unsupported(self) -> None:
-        """Raise a 400 for what is valid but not offered yet."""
-        if self.n is not None and self.n > 1:
-            raise unsupported("n", "this server gives one choice per request")
-        if self.response_format is not None and self.response_format["type"] != "text":
-            raise unsupported("response_format", "this server answers with plain text only")
-        for name in _CONSTRAINED_DECODING:
-            if getattr(self, name) is not None:
-                raise unsupported(name, "this server does not constrain its answers")
 
     def resolve_eviction(self, default: KVEviction) -> KVEviction:
         """How this request forgets tokens. Raises a 400 for a budget without anything that would keep it."""

@@ -37,17 +37,21 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 "n", f"{len(self.prompts())} prompts times 'n' {self.num_choices} are more than {MAX_CHOICES} choices"
             )
         for prompt in self.prompts():
-            if not prompt:
+            if not prompt and not self.suffix:
                 raise invalid("prompt", "a prompt must not be empty")
             if not isinstance(prompt, str):
                 check_token_ids("prompt", prompt, vocab_size)
 
-    def refuse_unsupported(self) -> None:
-        """Raise a 400 for what is valid but not offered."""
+    def refuse_unsupported(self, *, can_infill: bool) -> None:
+        """Raise a 400 for what is valid but not offered. can_infill: by the model."""
         if self.best_of is not None and self.best_of > self.num_choices:
             raise unsupported("best_of", "this server returns every choice that it generates; set 'n' instead")
-        if self.suffix:
+        if self.suffix and not can_infill:
             raise unsupported("suffix", "this model has no fill-in-the-middle tokens")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts()):
+            raise unsupported("suffix", "needs prompts that are texts")
+        if self.suffix and self.echo:
+            raise unsupported("suffix", "cannot be combined with 'echo'")
 
     @property
     def num_choices(self) -> int:

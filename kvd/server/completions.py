@@ -32,7 +32,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, state, CompletionRequest)
     model = state.resolve_model(body.model)
     body.check(state.vocab_size)
-    body.refuse_unsupported()
+    body.refuse_unsupported(can_infill=state.text.can_infill)
     prompts = body.prompts()
     job = await _make_job(state, body, prompts, request_id, describe_client(request))
     answer = _Answer.begin(state, request_id, model, has_logprobs=body.logprobs is not None)
@@ -54,7 +54,7 @@ async def _make_job(
 ) -> GenerationJob:
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     spec = requested_grammar(body)
-    encoded = [await encode_prompt(state, prompt) for prompt in prompts]
+    encoded = [await encode_prompt(state, prompt, body.suffix or "") for prompt in prompts]
     samplings = [
         body.resolve_sampling(
             vocab_size=state.vocab_size,

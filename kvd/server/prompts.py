@@ -67,9 +67,25 @@ async def encode_chat_request(state: ServerState, body: ChatRequest) -> ChatProm
     return prompt
 
 
-async def encode_prompt(state: ServerState, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids of one completion prompt; given ids are taken as they are."""
-    token_ids = tuple(await encode_text(state, prompt)) if isinstance(prompt, str) else prompt
+async def encode_infill(state: ServerState, before: str, behind: str) -> list[int]:
+    """Token ids of a prompt whose answer stands between two texts."""
+    limit = state.engine.info.max_model_len
+    token_ids = await _inline_or_thread(
+        state,
+        len(before) + len(behind),
+        lambda: state.text.encode_infill(before, behind, limit_tokens=limit),
+        param="prompt",
+    )
+    return _check_known(state, token_ids, param="prompt")
+
+
+async def encode_prompt(state: ServerState, prompt: Prompt, suffix: str = "") -> tuple[int, ...]:
+    """Token ids of one completion prompt; given ids are taken as they are. suffix: what comes behind the answer."""
+    if isinstance(prompt, str):
+        encoded = encode_infill(state, prompt, suffix) if suffix else encode_text(state, prompt)
+        token_ids = tuple(await encoded)
+    else:
+        token_ids = prompt
     if not token_ids:
         raise RequestError("a prompt must have at least one token", param="prompt")
     return token_ids

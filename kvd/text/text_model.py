@@ -19,6 +19,7 @@ from kvd.text.answer_form import AnswerForm, ChatPrompt
 from kvd.text.chat_template import ChatTemplate
 from kvd.text.detokenizer import OutputStream
 from kvd.text.grammar import GrammarCompiler
+from kvd.text.infill import find_infill_tokens
 from kvd.text.output_parser import THINK_CLOSE, THINK_OPEN
 from kvd.text.tokenizer import Tokenizer
 from kvd.text.tool_formats import Mistral
@@ -33,6 +34,7 @@ class TextModel:
 
     tool_format   how it writes tool calls; None: they are not looked for
     reasons       whether its answers may begin with reasoning
+    can_infill    whether it may be asked for what belongs between two texts
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class TextModel:
         self._tokenizer = Tokenizer(tokenizer_json, template_text=template_text)
         self._bos_token_id = bos_token_id if adds_bos else None
         self.vocab_size = self._tokenizer.vocab_size
+        self._infill_tokens = find_infill_tokens(self._tokenizer.control_ids)
+        self.can_infill = self._infill_tokens is not None
         self.tool_format = choose_format(tool_call_parser, self._template)
         self.reasons = reasoning_parser == "think" or (reasoning_parser == "auto" and THINK_OPEN in template_text)
 
@@ -80,6 +84,15 @@ class TextModel:
         Raises ContextLengthExceeded for text that is far longer than `limit_tokens`; see `Tokenizer.encode`.
         """
         return self._with_bos(self._tokenizer.encode(text, limit_tokens=limit_tokens))
+
+    def encode_infill(self, before: str, behind: str, *, limit_tokens: int | None = None) -> list[int]:
+        """Token ids of the prompt whose answer stands between two texts; only where `can_infill`.
+
+        Raises like `encode_prompt`.
+        """
+        assert self._infill_tokens is not None, "the model has no tokens for this"
+        texts = [self._tokenizer.encode(text, limit_tokens=limit_tokens) for text in (before, behind)]
+        return self._with_bos(self._infill_tokens.arrange(*texts))
 
     def encode_chat(
         self,

@@ -35,13 +35,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_text_model(folder: Path, *, chat_template: str = CHAT_TEMPLATE, **options: str) -> TextModel:
+def build_text_model(
+    folder: Path, more_special_tokens: Sequence[str] = (), *, chat_template: str = CHAT_TEMPLATE, **options: str
+) -> TextModel:
     """A byte-level tokenizer whose id n is byte n, with a BOS and a ChatML template."""
     alphabet = _byte_characters()
     tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    special_tokens = (*SPECIAL_TOKENS, *more_special_tokens)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special_tokens])
     path = folder / "tokenizer.json"
     tokenizer.save(str(path))
     text = TextModel(

@@ -9,8 +9,18 @@ import openai
 import pytest
 
 from kvd.errors import ContextLengthExceeded, ServerOverloaded
+from kvd.text.text_model import TextModel
 from tests.server.conftest import Harness, StartServer
-from tests.server.fakes import BEGIN, IM_END, MAX_MODEL_LEN, MODEL, build_info, parse_events
+from tests.server.fakes import (
+    BEGIN,
+    IM_END,
+    MAX_MODEL_LEN,
+    MODEL,
+    VOCAB_SIZE,
+    build_info,
+    build_text_model,
+    parse_events,
+)
 
 
 async def test_answer_has_every_field(harness: Harness) -> None:
@@ -282,6 +292,36 @@ async def test_too_many_choices(harness: Harness) -> None:
     assert harness.engine.submitted == []
 
 
+# ---------------------------------------------------------------------- suffix
+
+
+@pytest.fixture(scope="module")
+def infilling_text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return build_text_model(tmp_path_factory.mktemp("infill"), ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"))
+
+
+async def test_suffix(start_server: StartServer, infilling_text: TextModel) -> None:
+    harness = await start_server(text=infilling_text)
+    prefix, suffix, middle = range(VOCAB_SIZE, VOCAB_SIZE + 3)
+    harness.engine.info = build_info(vocab_size=VOCAB_SIZE + 3)
+    for prompt in ("ab", "", "<|fim_middle|>"):
+        status, answer = await harness.post("/v1/completions", {"prompt": prompt, "suffix": "cd", "max_tokens": 5})
+        assert status == 200, answer
+        assert answer["choices"][0]["text"] == "Hello"
+        expected = (BEGIN, prefix, *prompt.encode(), suffix, *b"cd", middle)
+        assert harness.engine.submitted[-1].prompt_token_ids == expected
+
+
+@pytest.mark.parametrize("fields", [{"prompt": [97]}, {"prompt": "a", "echo": True}])
+async def test_suffix_that_is_not_offered(
+    start_server: StartServer, infilling_text: TextModel, fields: dict[str, Any]
+) -> None:
+    harness = await start_server(text=infilling_text)
+    status, answer = await harness.post("/v1/completions", {"suffix": "b", **fields})
+    assert (status, answer["error"]["param"]) == (400, "suffix")
+    assert harness.engine.submitted == []
+
+
 # ---------------------------------------------------------------------- echo
 
 
@@ -409,3 +449,21 @@ async def test_a_stop_token_has_its_logprob(harness: Harness) -> None:
     assert (text, reason) == ("ab", "stop")
     assert logprobs["tokens"] == ["a", "b", ""]
     assert logprobs["text_offset"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"guided_choice": ["yes", "no"]}, {"response_format": {"type": "json_object"}}, {"guided_regex": "[ab]+"}],
+)
+async def test_answers_that_are_held_to_a_grammar(harness: Harness, fields: dict[str, Any]) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5}
+    assert (await harness.post("/v1/completions", {**body, **fields}))[0] == 200
+    grammars = {id(request.grammar) for request in harness.engine.submitted}
+    assert len(grammars) == 1
+    assert harness.engine.submitted[0].grammar is not None
+
+
+async def test_a_grammar_that_does_not_compile(harness: Harness) -> None:
+    status, answer = await harness.post("/v1/completions", {"prompt": "a", "guided_regex": "(("})
+    assert (status, answer["error"]["param"]) == (400, "guided_regex")
+    assert harness.engine.submitted == []
