@@ -36,6 +36,7 @@ class AnswerSource:
         self.num_complete_calls = 0
         self._new_call_id = new_call_id
         self._unread: deque[str] = deque()
+        self._passing: tuple[frozenset[str], _Run] | None = None  # nothing is held: first characters of markers
         self._held_start = 0  # index of the first held character in the whole answer
         self._parts: list[Part] = []
         self._run: list[str] = []  # released characters of one kind that follow each other
@@ -62,15 +63,18 @@ class AnswerSource:
             self._unread.extendleft(reversed(self.held[-num_characters:]))
             del self.held[-num_characters:]
 
-    def read_until(self, markers: tuple[str, ...], release: Callable[[int], None]) -> Steps[str]:
+    def read_until(self, markers: tuple[str, ...], kind: _Run = "text") -> Steps[str]:
         """Release what stands before the first of `markers`, and return it.
 
         White space before a marker is held with it, and so is what may become a marker, until it is certain.
         """
         matcher = StopMatcher(markers)
+        passing = (frozenset(marker[0] for marker in markers), kind)
         num_spaces = 0
         while True:
+            self._passing = None if self.held else passing
             char = yield from self.next()
+            self._passing = None
             if match := matcher.feed(char):
                 return match[1]
             decided = self.held[num_spaces : len(self.held) - matcher.num_held]
@@ -78,10 +82,24 @@ class AnswerSource:
             while num_trailing < len(decided) and decided[-1 - num_trailing].isspace():
                 num_trailing += 1
             if num_trailing < len(decided):
-                release(num_spaces + len(decided) - num_trailing)
+                self._release(kind, num_spaces + len(decided) - num_trailing)
                 num_spaces = num_trailing
             else:
                 num_spaces += num_trailing
+
+    def pass_through(self, text: str, start: int) -> int:
+        """Release the beginning of `text[start:]` that no parser needs to see character by character; its length."""
+        if self._passing is None:
+            return 0
+        firsts, kind = self._passing
+        end = len(text)
+        for first in firsts:
+            if (place := text.find(first, start, end)) >= 0:
+                end = place
+        piece = text[start:end].rstrip()
+        self._extend(kind, piece, self._held_start)
+        self._held_start += len(piece)
+        return len(piece)
 
     # ------------------------------------------------------------------ deciding
 

@@ -61,10 +61,13 @@ class OutputParser:
             start = self._num_characters
             self._num_characters += len(text)
             return [TextDelta(text, start)] if text else []
-        for char in text:
-            if self.is_complete:
-                break
-            self._steps.send(char)
+        position = 0
+        while position < len(text) and not self.is_complete:
+            if num_passed := self._source.pass_through(text, position):
+                position += num_passed
+                continue
+            self._steps.send(text[position])
+            position += 1
             self.is_complete = self._one_call and self._source.num_complete_calls > 0
         return self._source.take_parts()
 
@@ -109,7 +112,7 @@ class OutputParser:
         yield from source.skip_spaces()
         source.unread()
         source.drop()
-        yield from source.read_until((THINK_CLOSE,), source.release_reasoning)
+        yield from source.read_until((THINK_CLOSE,), "reasoning")
         source.drop()
         self.is_reasoning = False
         while (yield from source.next()) in "\r\n":

@@ -116,7 +116,7 @@ class Hermes(MarkedFormat):
         follows_call = False
         while True:
             markers = (self.opening, self.closing) if follows_call else (self.opening,)
-            if (yield from source.read_until(markers, source.release_text)) == self.closing:
+            if (yield from source.read_until(markers)) == self.closing:
                 source.drop()
                 follows_call = False
             elif (yield from source.skip_spaces()) == "{" and (yield from read_json_call(source, _is_name)):
@@ -152,7 +152,7 @@ class LlamaJson(MarkedFormat):
                 source.settle()
                 continue
             source.give_back()
-            yield from source.read_until((self.opening,), source.release_text)
+            yield from source.read_until((self.opening,))
 
     def _reads_call(self, source: AnswerSource, tool_names: Collection[str]) -> Steps[bool]:
         char = yield from source.skip_spaces()
@@ -183,7 +183,7 @@ class Mistral(MarkedFormat):
 
     def read(self, source: AnswerSource, tool_names: Collection[str]) -> Steps[None]:
         while True:
-            yield from source.read_until((self.opening,), source.release_text)
+            yield from source.read_until((self.opening,))
             char = yield from source.skip_spaces()
             num_calls = source.num_calls
             if char == "[":
