@@ -8,6 +8,9 @@ RUN := $(VENV)/bin/python
 INPUTS := pyproject.toml setup.py packaging/constraints.txt packaging/make_venv.sh packaging/native_build.py \
 	$(wildcard kernels/cpu/src/*)
 
+# A file of tests stays in one process, and with it what its tests share.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv serve test test-clients check check-full sanitize docs picture clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -74,10 +75,13 @@ def emulated_library() -> Library:
     sources = sorted(native_build.SOURCES.iterdir())
     state = hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
     target = native_build.ROOT / "build" / "native" / f"emulated-{state}.so"
-    if not target.exists():
-        for old in target.parent.glob("emulated-*.so"):
-            old.unlink()
-        native_build.build_library(target, emulate=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / "emulated.lock").open("w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            for old in target.parent.glob("emulated-*.so"):
+                old.unlink()
+            native_build.build_library(target, emulate=True)
     return open_library(target)
 
 

@@ -1,7 +1,7 @@
 """Which tests of the Triton kernels run when: Triton's interpreter takes a hundred times as long as a native kernel.
 
-Quick are those that meet each kernel, each storage format and each kind of fault once. All others carry the mark `full`,
-except that of the cross products, an hour in the interpreter, only every so many cases are kept, first for one
+Quick are those that meet each kernel, each storage format and each kind of fault once. All others carry the mark
+`full`, except that of the cross products, an hour in the interpreter, only every so many cases are kept, first for one
 activation dtype and then for the other. A test of the Triton kernels is one whose id has the word `triton`.
 """
 
@@ -27,14 +27,14 @@ QUICK = re.compile(
             r"test_faulty_(weights_are|rows_are)_found\[triton-(?!bf16)",
             r"test_(rms_norm|silu_mul)\[triton-\d+-(1|7|33)\]",
             r"test_(rms_norm|silu_mul)\[triton-bf16-\d+-2\]",
-            r"test_sampling\.py::",
+            r"test_sampling\.py::test_(greedy|order_of|no_rows|a_row_that_is|a_mask)",
             r"test_triton_(aot|device|start|sampling)\.py::",
             r"test_triton_linear\.py::(?!test_triton_(splits_of_the_input|weights_written_out|every_code))",
             r"test_triton_rows\.py::(?!test_stored_bytes)",
             r"test_triton_launches\.py::test_triton_launches_of_attention",
             r"test_triton_bench\.py::(?!test_triton_kernels_pass)",
             r"test_triton_program\.py::(?!test_(steps_copies|a_planted_fault|a_wait_that|all_waits))",
-            r"test_triton_attention\.py::",
+            r"test_triton_attention\.py::(?!test_(few_query|sizes_that)).*\[triton(?!-bf16)",
         )
     )
 )
