@@ -160,5 +160,5 @@ def disassemble(cubin: Path) -> Code:
 
 def resources(cubin: Path) -> Resources:
     """What a compiled kernel takes. CalledProcessError where the tool refuses it."""
-    command = [tool("cuobjdump"), "--dump-resource-usage", cubin]
+    command = [str(tool("cuobjdump")), "--dump-resource-usage", str(cubin)]
     return parse_resources(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
