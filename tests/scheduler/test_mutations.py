@@ -319,6 +319,27 @@ def plan_empty_steps_when_idle(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan", busy)
 
 
+@mutation(1)
+def take_from_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestState, "max_reused_tokens", property(lambda self: None))
+
+
+@mutation(201)
+def count_scores_again_that_are_computed_again(patch: pytest.MonkeyPatch) -> None:
+    def growing(self: RequestState, start: int, scores: tuple) -> bool:
+        assert self.scores is not None
+        self.scores += scores
+        return True
+
+    patch.setattr(RequestState, "add_scores", growing)
+
+
+@mutation(1)
+def score_one_token_too_few(patch: pytest.MonkeyPatch) -> None:
+    num_to_score = RequestState.num_to_score
+    patch.setattr(RequestState, "num_to_score", lambda self, start, end: max(0, num_to_score(self, start, end) - 1))
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTATIONS[name].must_be_found(monkeypatch)
