@@ -250,7 +250,9 @@ def _answer(spec: GrammarSpec, vocabulary: TokenizerForGrammars) -> list[dict[st
             assert isinstance(source, tuple)
             if not source or "" in source:
                 raise RequestError("a choice needs texts that are not empty", param=spec.param)
-            return [{"lark_grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source)}]
+            # A terminal: the lexer takes thousands of texts, of rules the parser takes only so many side by side.
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
+            return [{"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}]
         case "lark":
             assert isinstance(source, str)
             return [{"lark_grammar": source}]

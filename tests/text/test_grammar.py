@@ -246,3 +246,11 @@ def test_blanks_between_the_parts_of_json_are_bounded(byte_level: Path) -> None:
     assert 8 < num_blanks < 60
     assert matcher.error is None
     assert allowed_in(matcher.mask())
+
+
+def test_thousands_of_choices_can_be_followed(byte_level: Path) -> None:
+    texts = tuple(f"choice {number}" for number in range(5000))
+    compiled = compiler_of(byte_level).compile(GrammarSpec("choice", texts))
+    ids = babble(compiled, seed=1)
+    assert ids is not None
+    assert shown(byte_level, ids) in texts
