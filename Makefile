@@ -25,14 +25,14 @@ serve: venv ## serve the model of kvd.yaml on 127.0.0.1:8000
 	@exec $(VENV)/bin/kvd serve -c kvd.yaml $(ARGS)
 
 test: $(VENV)/.made-test ## the quick tests; ARGS="tests/server -x" narrows them
-	$(RUN) -m pytest -m "not full and not gpu and not clients" $(ARGS)
+	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not full and not gpu and not clients" $(ARGS)
 
 test-clients: $(VENV)/.made-test build/clients/.made ## other people's clients against `kvd serve` with the default model
 	$(RUN) -m pytest -m clients tests/clients $(ARGS)
 
 # Exit code 5 of pytest says that no test was selected; here that is no failure.
 check-full: $(VENV)/.made-test ## the long tests: soaks, whole matrices, fuzz
-	@$(RUN) -m pytest -m "full and not gpu and not clients" $(ARGS); code=$$?; \
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m "full and not gpu and not clients" $(ARGS); code=$$?; \
 	if [ $$code -eq 5 ]; then echo "no test is marked full"; exit 0; fi; exit $$code
 
 check: $(VENV)/.made-dev build/typing/kvd_kernels ## format, lint, types
