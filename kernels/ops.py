@@ -293,6 +293,12 @@ class Ops(ABC):
             target[target_row].copy_(source[source_row])
         return FinishedTransfer(time.monotonic() - started)
 
+    def settle(self) -> None:  # noqa: B027 - nothing is under way where ops return when they are done
+        """Wait until all that was launched is over, whatever became of it; nobody touches host memory any more then.
+
+        Raises what the device raises where it can compute nothing any more.
+        """
+
     def allocate_host(self, num_rows: int, width: int) -> torch.Tensor:
         """Host memory that `copy_rows` moves to and from at full speed: uint8 [num_rows, width], contents undefined."""
         return torch.empty((num_rows, width), dtype=torch.uint8)

@@ -120,6 +120,9 @@ class TritonOps(Ops):
         transfer = self._programs.copy_rows(source, source_rows, target, target_rows)
         return super().copy_rows(source, source_rows, target, target_rows) if transfer is None else transfer
 
+    def settle(self) -> None:
+        self._programs.settle()
+
     def allocate_host(self, num_rows: int, width: int) -> torch.Tensor:
         return self._device.pinned_bytes(num_rows * width).view(num_rows, width)
 

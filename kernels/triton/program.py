@@ -220,3 +220,8 @@ class Programs:
         """See `Ops.copy_block`; copy launches it."""
         self._transfers.before_write(cache.pools[group_id], (target,))
         self._device.launch(copy, cache, group_id, source, target, num_tokens)
+
+    def settle(self) -> None:
+        """See `Ops.settle`."""
+        for stream in (self._device.compute, self._device.copies):
+            stream.mark().wait()

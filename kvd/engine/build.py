@@ -129,7 +129,13 @@ def wire_engine(
         # Graphs and scratch are gone for good before the cache is sized, so they are measured on a small cache first.
         trial_pools: list[torch.Tensor] = []
 
+        def free_trials() -> None:
+            for emptied in trial_pools:
+                emptied.untyped_storage().resize_(0)  # a backend may remember the pool that it saw last
+            trial_pools.clear()
+
         def make_trial(num_blocks: int) -> tuple[Runner, int]:
+            free_trials()  # of one that ran out of memory
             trial = allocate_cache(kv_format, num_blocks, ops.device)
             for zeroed in trial.pools:
                 zeroed.zero_()
@@ -140,8 +146,7 @@ def wire_engine(
 
         with exhaustion_told(ops.memory, "profiling the largest step", demand):
             scratch_bytes = profiling.measure_device_bytes(ops.memory, make_trial, limits=step_limits)
-        for emptied in trial_pools:
-            emptied.untyped_storage().resize_(0)  # a backend may remember the pool that it saw last
+        free_trials()
         demand = replace(demand, scratch_bytes=scratch_bytes)
         plan = plan_memory(config, demand, room)
     pool = plan.pool
@@ -216,7 +221,7 @@ def wire_engine(
         time.monotonic,
         rates,
     )
-    sessions = Sessions(config.home_path / "sessions", manager, cache)
+    sessions = Sessions(config.home_path / "sessions", manager, cache, ops)
     device_facts = watch(ops.device_id) if watch is not None and ops.device_id else lambda: None
     engine = Engine(
         info, scheduler, runner, log=log, sessions=sessions, disk=tiers.disk, device_facts=device_facts

@@ -144,6 +144,7 @@ class Engine:
 
     def _fail_step(self, error: Exception) -> None:
         """The runner failed: its blocks may be half written, so every request ends and no cached block stays."""
+        # Where the device can compute nothing any more, this raises, and the engine stops.
         message = f"step {self._runner.void()} failed: {type(error).__name__}: {error}"
         self._log("error", message)
         self._log("debug", traceback.format_exc())

@@ -137,8 +137,13 @@ class Runner:
         return step.plan, step.result
 
     def void(self) -> int:
-        """Forget the steps in flight, since one of them has failed; the id of the oldest of them."""
+        """Forget the steps in flight, since one of them has failed; the id of the oldest of them.
+
+        Raises what the device raises where it can compute nothing any more.
+        """
         step_id = self._in_flight[0].plan.step_id
+        # Their slots of the RAM tier go to others, and their memory goes: nothing may still write there.
+        self._decoder.ops.settle()
         self._in_flight.clear()
         self._num_unknown[:] = 0
         return step_id

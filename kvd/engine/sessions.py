@@ -20,7 +20,7 @@ from kvd.cache.store import read_block, write_block
 from kvd.core import BLOCK_SIZE
 from kvd.errors import SessionError
 from kvd.views import SessionInfo
-from kvd_kernels.ops import KVCache
+from kvd_kernels.ops import KVCache, Ops
 
 BLOCKS_AT_ONCE = 8
 """Blocks that the engine thread copies between two steps."""
@@ -35,10 +35,11 @@ class OnEngine(Protocol):
 class Sessions:
     """The session files in one folder, which is made when the first is saved."""
 
-    def __init__(self, folder: Path, manager: CacheManager, cache: KVCache) -> None:
+    def __init__(self, folder: Path, manager: CacheManager, cache: KVCache, ops: Ops) -> None:
         self._folder = folder
         self._manager = manager
         self._cache = cache
+        self._ops = ops
         self._block_bytes = [group.block_bytes for group in cache.format.groups]
 
     def path(self, name: str) -> Path:
@@ -103,6 +104,8 @@ class Sessions:
 
     def _put(self, hold: ChainHold, blocks: list[SessionBlock]) -> bool:
         """False when there is no room left."""
+        # A block that is taken here may still be read by a copy that saves what it held.
+        self._ops.settle()
         for block in blocks:
             known = self._manager.chains.insert(block.group_id, block.key, block.parent_key, block.token_ids)
             if known is None:

@@ -86,6 +86,9 @@ class WrappedOps(Ops):
     def copy_block(self, cache: KVCache, group_id: int, source: int, target: int, num_tokens: int) -> None:
         self._inner.copy_block(cache, group_id, source, target, num_tokens)
 
+    def settle(self) -> None:
+        self._inner.settle()
+
 
 class FloatLinearOps(WrappedOps):
     """Every linear computes with the exact values of its weights and unrounded activations, attention as ever.

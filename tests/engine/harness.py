@@ -107,6 +107,7 @@ class Harness:
         self.recorder = Recorder()
         self.now = 0.0
         self.log: list[str] = []
+        self.ops = decoder.ops
         self._depth = depth
         self._ahead: StepPlan | None = None
         self._woken = threading.Event()

@@ -200,6 +200,25 @@ async def test_a_step_that_fails_is_reported_and_the_next_request_is_served() ->
     await fixture.engine.stop(1)
 
 
+async def test_a_device_that_is_lost_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps would fail for ever after, while the server called itself healthy."""
+    fixture = Fixture()
+    await fixture.engine.start()
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("an illegal memory access")
+
+    fixture.runner.before_step = fail  # type: ignore[assignment]
+    monkeypatch.setattr(fixture.runner, "void", fail)
+    last = (await collect(fixture.engine.submit(request("a"))))[-1]
+    assert last.finish_reason == "error"
+    assert "illegal memory access" in str(last.error)
+    assert "illegal memory access" in str(fixture.engine.health())
+    with pytest.raises(EngineFailure):
+        fixture.engine.submit(request("b"))
+    await fixture.engine.stop(0)
+
+
 async def test_a_dead_engine_is_reported_to_everybody() -> None:
     fixture = Fixture()
     await fixture.engine.start()

@@ -36,7 +36,7 @@ def at_once(question: Callable[[], Any]) -> Any:
 
 
 def sessions_of(harness: Harness, folder: Path) -> Sessions:
-    return Sessions(folder / "sessions", harness.manager, harness.cache)
+    return Sessions(folder / "sessions", harness.manager, harness.cache, harness.ops)
 
 
 def save(harness: Harness, folder: Path, request_id: str) -> Any:
@@ -121,3 +121,17 @@ def test_a_damaged_file_is_refused_and_what_came_before_the_damage_is_right(
     assert fresh.manager.num_blocks_active == 0
     fresh.run([greedy("it", prompt, NUM_TOKENS)])
     assert_same_bytes(fresh.recorder.rows_of("it"), first.recorder.rows_of("it"))
+
+
+def test_a_block_is_put_where_no_copy_reads_any_more(
+    default_decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place may be one whose old content is still being saved, beside the steps."""
+    first, calls = Harness(default_decoder), []
+    first.run([greedy("it", random_tokens(1, 40), NUM_TOKENS)])
+    save(first, tmp_path, "it")
+    fresh = Harness(default_decoder)
+    monkeypatch.setattr(fresh.ops, "settle", lambda: calls.append("settled"))
+    monkeypatch.setattr("kvd.engine.sessions.write_block", lambda *_: calls.append("written"))
+    assert sessions_of(fresh, tmp_path).restore("talk", at_once).num_tokens == 2 * BLOCK_SIZE
+    assert calls == ["settled", "written", "written"]

@@ -355,6 +355,9 @@ class QueuedOps(WrappedOps):
         assert transfer is not None
         return transfer
 
+    def settle(self) -> None:
+        self.programs.settle()
+
     def allocate_host(self, num_rows: int, width: int) -> torch.Tensor:
         return self.fake.pinned_bytes(num_rows * width).view(num_rows, width)
 

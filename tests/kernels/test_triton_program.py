@@ -377,6 +377,20 @@ def test_rows_outside_are_refused() -> None:
     assert copies.copy_rows(pool, [], host, []).seconds() == 0.0
 
 
+@pytest.mark.parametrize("eagerness", EAGERNESSES)
+def test_nothing_is_under_way_once_all_has_settled(eagerness: Eagerness) -> None:
+    device = FakeDevice(eagerness)
+    ops = QueuedOps(create_ops("reference"), device)
+    pool, host = device.zeros((1, 8), torch.uint8), ops.allocate_host(2, 8)
+    device.launch(pool.fill_, 7)
+    ops.copy_rows(pool, [0], host, [1])
+    ops.settle()
+    assert host[1].tolist() == [7] * 8
+    device.launch(pool.fill_, 8)
+    ops.settle()
+    assert pool[0].tolist() == [8] * 8
+
+
 @pytest.mark.full
 def test_the_interpreted_backend_computes_what_the_reference_does(weights: ModelWeights) -> None:
     """All kernels together, under the program: uploads, buckets, padding, sizes of every kind."""
