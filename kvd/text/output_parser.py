@@ -84,7 +84,9 @@ class OutputParser:
             source.drop()  # a call that was cut off before its name was known
         else:
             source.release_text()
-        has_calls = reason == "stop" and source.num_calls > 0
+        # A stop string within a call leaves arguments that are no JSON: nothing that a client should act on.
+        is_cut = stop_string is not None and source.num_calls > source.num_complete_calls
+        has_calls = reason == "stop" and source.num_calls > 0 and not is_cut
         return [*source.take_parts(), Finish("tool_calls" if has_calls else reason, stop_string)]
 
     def _read(self, tool_format: ToolFormat | None, tool_names: frozenset[str], reasons: bool) -> Steps[None]:

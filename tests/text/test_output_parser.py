@@ -239,6 +239,21 @@ def test_a_call_that_was_cut_off_before_its_name_is_no_text(tool_format: ToolFor
     assert said == cut, "a model that stops there by itself has meant something else"
 
 
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL, Mistral(writes_args=True)])
+def test_a_call_that_a_stop_string_cut_off_is_none_to_act_on(tool_format: ToolFormat) -> None:
+    text = tool_format.write([("get_weather", {"city": "Paris", "days": 3})])
+    opened = parser(tool_format)
+    parts = opened.push(text[: text.index("Paris")]) + opened.finish("stop", "Paris")
+    assert parts[-1] == Finish("stop", "Paris")
+    assert not any(isinstance(part, TextDelta | ToolCallEnd) for part in parts)
+
+
+def test_a_stop_string_after_a_whole_call_leaves_it_a_call() -> None:
+    opened = parser(HERMES)
+    opened.push(HERMES.write([("now", {})]) + "\nWell ")
+    assert opened.finish("stop", "END")[-1] == Finish("tool_calls", "END")
+
+
 def test_a_stop_string_is_told() -> None:
     assert parser(HERMES).finish("stop", "END") == [Finish("stop", "END")]
 
