@@ -77,7 +77,10 @@ def open_tiers(
     num_slots = (sizes.num_slots,) * len(kv_format.groups)
     if not sizes.num_slots:
         return Tiers(None, None, num_slots)
-    arena = allocate_arena(kv_format, num_slots, ops)
+    try:
+        arena = allocate_arena(kv_format, num_slots, ops)
+    except MemoryError as error:
+        raise NotEnoughMemory(f"swap_space of {sizes.num_bytes / GIB:.2f} GiB is not to be had: {error}") from None
     if config.disk_cache is None:
         return Tiers(arena, None, num_slots)
     disk = DiskLink(

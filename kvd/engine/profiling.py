@@ -47,7 +47,7 @@ def largest_step(
     items, requests, next_block = [], [], 0
     for slot, num_tokens in enumerate(lengths):
         count = -(-num_tokens // BLOCK_SIZE)
-        start = max_model_len - 1 - num_tokens if is_deep else 0
+        start = max(0, max_model_len - 1 - num_tokens) if is_deep else 0
         if is_deep:
             count = -(-(start + num_tokens) // BLOCK_SIZE)
             table = tuple(index % num_blocks for index in range(count))

@@ -263,6 +263,17 @@ def test_not_even_the_smallest_step_is_one_line_too(start: Callable[..., Any]) -
         start(FakeMemory(GIB), most_step_tokens=1)
 
 
+def test_a_ram_tier_that_the_driver_does_not_pin_is_one_line(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise MemoryError("the driver cannot pin 0.25 GiB")
+
+    monkeypatch.setattr("kvd.engine.build_tiers.allocate_arena", refused)
+    with pytest.raises(NotEnoughMemory, match=r"^swap_space of 0\.25 GiB is not to be had: the driver cannot pin"):
+        start(FakeMemory(GIB), swap_space=0.25)
+
+
 @pytest.mark.parametrize(("name", "doing"), [("Decoder", "packing the weights"), ("open_tiers", "making the KV cache")])
 def test_no_exhaustion_is_a_traceback(
     name: str, doing: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

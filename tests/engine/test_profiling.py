@@ -48,6 +48,13 @@ def test_a_deep_step_stands_at_the_end_of_the_context_over_a_small_pool() -> Non
         assert set(item.block_tables[1]) == set(range(8))
 
 
+def test_no_deep_step_begins_before_its_context() -> None:
+    """A step may hold the whole context of a sequence."""
+    plan = largest_step(max_tokens=64, max_seqs=4, max_model_len=32, num_blocks=8, num_groups=1, is_deep=True)
+    assert [(item.start, item.num_tokens) for item in plan.items[:2]] == [(0, 32), (1, 30)]
+    assert all(item.start + item.num_tokens in (31, 32) for item in plan.items)
+
+
 class Bars:
     """A Progress that remembers (label, total, units advanced) of every task."""
 
