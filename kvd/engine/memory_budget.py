@@ -208,12 +208,21 @@ def advice(demand: Demand, room: Room) -> str:
     return "".join(f"; {way}" for way in ways) or "; a smaller model or max_num_seqs is needed"
 
 
+def is_exhaustion(error: RuntimeError) -> bool:
+    """Whether memory ran out: torch has a type for that, but graphs, kernels that are loaded and cuBLAS only say so."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
+
+
 @contextlib.contextmanager
 def exhaustion_told(memory: DeviceMemory | None, doing: str, demand: Demand) -> Iterator[None]:
     """Turn torch's out-of-memory error into one line with the numbers. doing: "packing the weights" and the like."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_exhaustion(error):
+            raise
         state = (
             "" if memory is None else f" (kvd holds {gib(memory.held_bytes())}, {gib(memory.free_bytes())} are free)"
         )

@@ -16,11 +16,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from kvd.cache.sizing import GIB
 from kvd.core import BLOCK_SIZE, PlanItem, Request, SamplingParams, StepPlan
 from kvd.engine import host_memory
+from kvd.engine.memory_budget import is_exhaustion
 from kvd.engine.runner import Runner
 from kvd.errors import NotEnoughMemory
 from kvd.model.progress import Progress, Task
@@ -121,7 +120,9 @@ def measure_device_bytes(
                     runner,
                     largest_step(**{**limits, "max_tokens": max_tokens}, num_blocks=num_blocks, is_deep=is_deep),
                 )
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_exhaustion(error):
+                raise
             return None
         # Loaded kernels and the nodes of graphs are held by the driver, in nobody's name.
         return cache_bytes, max(0, reachable - memory.held_bytes() - memory.free_bytes())

@@ -275,14 +275,32 @@ def test_a_ram_tier_that_the_driver_does_not_pin_is_one_line(
 
 
 @pytest.mark.parametrize(("name", "doing"), [("Decoder", "packing the weights"), ("open_tiers", "making the KV cache")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    ],
+    ids=["allocator", "driver", "cublas"],
+)
 def test_no_exhaustion_is_a_traceback(
-    name: str, doing: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    error: Exception, name: str, doing: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(*arguments: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise error
 
     monkeypatch.setattr(build, name, exhausted)
     with pytest.raises(NotEnoughMemory, match=rf"^the memory ran out while {doing} \(kvd holds 0\.00 GiB, 1\.00 GiB"):
+        start(FakeMemory(GIB))
+
+
+def test_another_error_is_not_taken_for_exhaustion(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(build, "Decoder", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         start(FakeMemory(GIB))
 
 
