@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import llguidance
+import msgspec
 
 from kvd.errors import RequestError
 from kvd.text.grammar_tokens import TokenizerForGrammars
@@ -101,9 +102,12 @@ class GrammarSpec:
 def schema_text(schema: Mapping[str, Any] | bool, *, param: str) -> str:
     """A parsed JSON schema as the text that a `GrammarSpec` or `CallForm` takes. Raises RequestError."""
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        # Measured first: this is the fast way to write JSON, and a huge schema would hold up the event loop.
+        if len(msgspec.json.encode(schema)) <= MAX_SOURCE_CHARACTERS:
+            return json.dumps(schema, ensure_ascii=False)
     except (RecursionError, ValueError, TypeError) as error:
         raise RequestError("the JSON schema is nested too deeply or is no JSON", param=param) from error
+    raise RequestError("the JSON schema is too large", param=param)
 
 
 class GrammarCompiler:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from kvd.errors import RequestError
+from kvd.server.chat_types import ChatRequest
+from kvd.server.validation import decode_body
 from tests.server.conftest import USER, Harness
 from tests.server.fakes import VOCAB_SIZE
 
@@ -226,3 +231,22 @@ async def test_stop_tokens_that_leave_nothing_to_sample(harness: Harness) -> Non
     for body in ({"stop_token_ids": everything}, {"min_tokens": 1, "stop_token_ids": everything[4:]}):
         status, _ = await harness.post("/v1/chat/completions", {"messages": USER, "max_tokens": 1, **body})
         assert status == 200
+
+
+@pytest.mark.parametrize("ending", [b"}", b""], ids=["good", "bad"])
+def test_reading_a_large_body_starts_no_collection_and_leaves_the_collector_on(ending: bytes) -> None:
+    tree = b"[" + b",".join([b"[{}]"] * 50_000) + b"]"
+    body = b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"json": ' + tree + b"}" + ending
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with nullcontext() if ending else pytest.raises(RequestError):
+            decode_body(body, ChatRequest)
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
+    assert phases.count("start") <= 1, "the one that was due is held when the collector is on again"

@@ -195,6 +195,14 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(byte_level: Path, spec: 
     assert len(str(caught.value)) < 300
 
 
+def test_a_schema_that_is_too_large_is_refused_before_it_costs_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_SOURCE_CHARACTERS", 20)
+    assert schema_text({"const": "1234567"}, param="tools") == '{"const": "1234567"}'
+    with pytest.raises(RequestError, match="too large") as caught:
+        schema_text({"const": "x" * 20}, param="tools")
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     schema: dict[str, object] = {}
     for _ in range(100_000):
