@@ -214,7 +214,8 @@ class Draft:
                 self._finish = part
                 if self._open is None and not self._output:
                     yield from self._start(_Message())  # a client is owed an item, also for an empty answer
-                yield from self._end("incomplete" if part.reason == "length" else "completed")
+                is_cut_call = part.stop_string is not None and isinstance(self._open, _Call)
+                yield from self._end("incomplete" if part.reason == "length" or is_cut_call else "completed")
 
     def close(self, usage: Usage) -> None:
         """After the last part: the response is what it will be."""

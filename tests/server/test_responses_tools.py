@@ -106,6 +106,15 @@ async def test_a_call_that_is_cut_off_is_not_handed_over(harness: Harness) -> No
     assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
+async def test_a_call_that_a_stop_string_cut_off_is_not_handed_over(harness: Harness) -> None:
+    harness.engine.info = build_info(max_model_len=8192)
+    harness.engine.reply = CALL
+    events = await turn(harness, {**codex_body(), "stop": ["workdir"]})
+    assert "response.output_item.done" not in [event["type"] for event in events]
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+
+
 class Shell(BaseModel):
     """Runs a command"""
 
