@@ -92,7 +92,9 @@ class ChatEndpoint:
                 yield response
         except aiohttp.ClientConnectorError as error:
             number = error.os_error.errno
-            reason = os.strerror(number) if number else str(error.os_error)
+            # The numbers of name look-ups are negative, and no system errors.
+            is_known = number is not None and number > 0
+            reason = os.strerror(number or 0) if is_known else error.os_error.strerror or str(error.os_error)
             raise ChatFailed(f"nothing answers at {self.root}: {reason}; is kvd running? (--url)") from None
         except TimeoutError:
             raise ChatFailed(f"no answer from {self.root} for {SILENCE_SECONDS:.0f} s") from None
