@@ -105,6 +105,11 @@ def check_keys(keys: Iterable[ApiKey], where: str) -> None:
 # --------------------------------------------------------------------------- the file
 
 
+def _shown(path: Path) -> str:
+    """The whole of it, since its end tells which file is meant, but in one line."""
+    return "".join(character if character.isprintable() else " " for character in str(path))
+
+
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     """The keys of a YAML file, at least one: `name: KEY`, or `name:` with `key` and limits.
 
@@ -116,25 +121,25 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"api_key_file: {short(str(path))}: {error.strerror or error}") from None
+        raise ConfigError(f"api_key_file: {_shown(path)}: {error.strerror or error}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"api_key_file: {short(str(path))}: larger than 1 MiB, which no list of keys is")
+        raise ConfigError(f"api_key_file: {_shown(path)}: larger than 1 MiB, which no list of keys is")
     try:
         # BaseLoader: a key such as 0123 or 1e5 stays the text that it is.
         entries = yaml.load(content.decode("utf-8-sig"), Loader=yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"api_key_file: {short(str(path))}{line}: not valid YAML") from None
+        raise ConfigError(f"api_key_file: {_shown(path)}{line}: not valid YAML") from None
     if not isinstance(entries, dict) or not entries:
-        raise ConfigError(f"api_key_file: {short(str(path))}: expected at least one line `name: KEY`")
+        raise ConfigError(f"api_key_file: {_shown(path)}: expected at least one line `name: KEY`")
     keys = tuple(_read_entry(path, name, entry) for name, entry in entries.items())
-    check_keys(keys, f"api_key_file: {short(str(path))}")
+    check_keys(keys, f"api_key_file: {_shown(path)}")
     return keys
 
 
 def _read_entry(path: Path, name: Any, entry: Any) -> ApiKey:
-    where = f"api_key_file: {short(str(path))}: {short(str(name))}"
+    where = f"api_key_file: {_shown(path)}: {short(str(name))}"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: expected a name of 1 to 64 letters, digits, blanks and . _ @ + -")
     if isinstance(entry, str):

@@ -113,7 +113,9 @@ def test_chat_in_a_pipe(url: str) -> None:
         [sys.executable, "-m", "kvd", "chat", "--url", url],
         input="What is the capital of France?", capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    # The answer is sampled; a small model may go on until the context is full.
+    assert done.stderr in ("", "(cut off: the context or the length limit is full)\n")
     assert len(done.stdout.split()) > 2
 
 

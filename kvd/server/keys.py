@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.config_keys import NO_LIMITS, ApiKey, KeyLimits, check_keys, read_key_file
-from kvd.config_kinds import short
 from kvd.errors import ConfigError
 
 CHECK_SECONDS = 1.0
@@ -86,7 +85,7 @@ class KeyRing:
         if self._path is None:
             return self._fixed
         keys = (*self._fixed, *read_key_file(self._path))
-        check_keys(keys, f"api_key_file: {short(str(self._path))}, beside api_key")
+        check_keys(keys, f"api_key_file: {self._path}, beside api_key")
         return keys
 
 
