@@ -23,8 +23,8 @@ from tests.server.hostile import ALL_PATHS, MAX_BODY_BYTES, Hostility, Step
 NUM_WORKERS = 24
 ANSWER_SECONDS = 60.0
 MAX_GROWTH_BYTES = 64 * 2**20
-"""Little more than a kilobyte per request of the long run. Once the caches are full (compiled grammars, above all) memory
-goes up and down by half of that."""
+"""Little more than a kilobyte per request of the long run. Once the caches are full (compiled grammars, above all)
+memory goes up and down by half of that."""
 CLIENTS_FAULTS = range(400, 500)
 REFUSALS = (503, 504)
 
