@@ -79,7 +79,8 @@ def variants(card: Card, dtype: ActivationType) -> list[Variant]:
     for element in ("int8", "fp16"):
         found.append(_decode(element, 128, dtype, 8, splits=False))
     if dtype == "bf16":
-        return found
+        # Over K and V in float16 or fp8 the queries change their type, without a rotation.
+        return [*found, _prepare(128, dtype, biased=False, rotated=False)]
     for rows in (16, 32):
         found.append(_decode("int8", 128, dtype, rows))
     for rows in (8, 16):
@@ -224,13 +225,13 @@ def _merge(head_dim: int, dtype: ActivationType, *, keeps_lse: bool = False) -> 
     )
 
 
-def _prepare(head_dim: int, dtype: ActivationType, *, biased: bool) -> Variant:
-    """For int8: rotated, into float16."""
-    rotation = head_dim & -head_dim
+def _prepare(head_dim: int, dtype: ActivationType, *, biased: bool, rotated: bool = True) -> Variant:
+    """Into float16; int8 is rotated."""
+    rotation = head_dim & -head_dim if rotated else 1
     constants = {
         "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "ROTATION": rotation, "ROTATION_SCALE": rotation**-0.5,
         "ROWS": configs.PREPARED_ROWS, "HALF": padded_half(head_dim // 2) if biased else 16, "BIASED": biased,
     }  # fmt: skip
     config = TileConfig(configs.PREPARED_ROWS, 1, 4, 1)
-    name = f"queries, head {head_dim}, {dtype}{_words(biased=biased)}"
+    name = f"queries, head {head_dim}, {dtype}{_words(biased=biased, plain=not rotated)}"
     return _make(name, kernels.prepare_queries, "int8", dtype, constants, config, "*fp16")
