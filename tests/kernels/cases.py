@@ -95,9 +95,11 @@ ATTENTION_16BIT = {
     # Everything in 22-bit fixed point: 2^-22 · |q| · |k| · scale in a score, and as much in the weights.
     "a8": Tolerance(absolute=2e-5),
     "a16": Tolerance(absolute=1e-4, relative=5e-4),  # as for int8
-    # As for int8, without a rotated query; where K and V are bfloat16 like the activations, weights have 2^-9.
+    # As for int8, without a rotated query.
     "triton-fp16": Tolerance(absolute=5e-4, relative=5e-4),
-    "triton-bf16": Tolerance(absolute=2e-3, relative=4e-3),
+    # Where K and V are bfloat16 like the activations, so are the weights: each is off by 2^-9 of itself at most, and so
+    # is the sum by 2^-9 of the weighted |v|, which is up to 3 where few keys count (6e-3).
+    "triton-bf16": Tolerance(absolute=6e-3, relative=4e-3),
 }
 ATTENTION_GIANT_BIAS = {
     # Scores reach some hundreds through the bias: a few float32 roundings of them (ulp 3e-5) come on top.
