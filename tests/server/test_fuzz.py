@@ -25,6 +25,7 @@ ANSWER_SECONDS = 60.0
 MAX_GROWTH_BYTES = 64 * 2**20
 """Little more than a kilobyte per request of the long run. Once the caches are full (compiled grammars, above all)
 memory goes up and down by half of that."""
+NUM_FOR_MEMORY = 50_000
 CLIENTS_FAULTS = range(400, 500)
 REFUSALS = (503, 504)
 
@@ -209,5 +210,6 @@ async def test_hostile_requests(start_server: StartServer, num_requests: int, se
     assert {200, 400, 403, 404, 405, 408, 413} <= set(statuses), "the attack reaches what it aims at"
     assert statuses[200] > num_requests // 2, "every connection ends with a question that is answered"
     assert tally.num_silent < num_requests // 5
-    assert growth < MAX_GROWTH_BYTES
+    if num_requests >= NUM_FOR_MEMORY:  # fewer cannot tell a leak from caches that fill and from what other tests left
+        assert growth < MAX_GROWTH_BYTES
     assert (await harness.call("GET", "/health"))[0] == 200
