@@ -20,7 +20,7 @@ from kvd.errors import RequestError
 from kvd.model.loading import read_spec, resolve_model
 from kvd.model.progress import QuietProgress
 from kvd.text.grammar import GrammarCompiler, GrammarSpec
-from kvd.text.text_model import TextModel
+from kvd.tools.serve import open_text
 
 NUM_TOKENS = 200
 PERSON = {
@@ -78,10 +78,7 @@ def _measure(name: str, compiler: GrammarCompiler, spec: GrammarSpec, vocab_size
 def main() -> None:
     config = Config()
     files = resolve_model(config.model, home=config.home_path, revision=None, progress=QuietProgress())
-    text = TextModel(
-        files.tokenizer_json, chat_template=files.chat_template, adds_bos=files.adds_bos,
-        bos_token_id=files.bos_token_id, special_tokens=files.special_tokens,
-    )  # fmt: skip
+    text = open_text(config, files)
     vocab_size = read_spec(files).vocab_size
     compiler = text.open_grammars(end_token_ids=files.eos_token_ids, num_logits=vocab_size)
     compiler.compile(GrammarSpec("regex", "warm"))

@@ -22,14 +22,14 @@ from typing import Any
 import aiohttp
 
 from kvd.config import Config
-from kvd.core import Request, TokenEvent
+from kvd.core import FinishReason, Request, TokenEvent
 from kvd.engine.streams import TokenStream
 from kvd.model.loading import read_spec, resolve_model
 from kvd.model.progress import QuietProgress
 from kvd.server.app import build_app
 from kvd.server.lifecycle import serve
 from kvd.server.settings import ServerSettings
-from kvd.text.text_model import TextModel
+from kvd.tools.serve import open_text
 from kvd.views import EngineInfo, MemoryBudget
 
 NUM_STREAMS, TOKENS_PER_SECOND, STREAM_TOKENS = 16, 1000, 1000
@@ -51,11 +51,14 @@ class PacedEngine:
             self._thread.start()
 
     def submit(self, request: Request) -> TokenStream:
-        stream = TokenStream(request.request_id, lambda request_id, reason="abort": self._running.pop(request_id, None))
+        stream = TokenStream(request.request_id, self._end)
         self._running[request.request_id] = (request, stream, 0)
         if not self._step_seconds:
             self._loop.call_soon(self._dispatch, self._next_tokens())
         return stream
+
+    def _end(self, request_id: str, reason: FinishReason = "abort") -> None:
+        self._running.pop(request_id, None)
 
     def health(self) -> None:
         return None
@@ -122,10 +125,7 @@ async def _measure(kind: str) -> dict[str, float]:
     config = Config()
     files = resolve_model(config.model, home=config.home_path, revision=None, progress=QuietProgress())
     spec = read_spec(files)
-    text = TextModel(
-        files.tokenizer_json, chat_template=files.chat_template, adds_bos=files.adds_bos,
-        bos_token_id=files.bos_token_id, special_tokens=files.special_tokens,
-    )  # fmt: skip
+    text = open_text(config, files)
     info = EngineInfo(
         "measured", ("measured",), spec.architecture, spec.quantization, "none", "cpu", "int8", spec.max_positions,
         NUM_STREAMS, 256, spec.vocab_size, True, MemoryBudget(0, 0, 0, 0, 1, 1, 1.0, 1.0), 0, "measured",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,17 @@ from kvd.model.files import ModelFiles
 from kvd.openmp import bound_spinning
 
 bound_spinning()  # as the program does it, before anything imports torch
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Tiny tensors spend their time waiting for threads to meet, above all on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

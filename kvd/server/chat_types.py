@@ -13,7 +13,7 @@ from kvd.server.responses import invalid, short
 from kvd.server.validation import check_choice, check_range
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -160,7 +160,7 @@ class ChatRequest(GenerationFields, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             if tool.type != "function" or tool.function is None:
                 raise invalid(f"tools[{index}].type", f"'tools[{index}]' must be a tool of type 'function'")
-            if not _TOOL_NAME.fullmatch(tool.function.name):
+            if not TOOL_NAME.fullmatch(tool.function.name):
                 path = f"tools[{index}].function.name"
                 raise invalid(path, f"'{path}' must be 1 to 64 of A-Z a-z 0-9 _ -")
             names.add(tool.function.name)

@@ -40,14 +40,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
-    """What every generating endpoint understands."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """How to choose tokens and when to run, by the same names in every protocol of OpenAI's."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -56,16 +51,26 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    response_format: Any = None
     kv_eviction: str | None = None
     kv_budget_tokens: int | None = None
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What chat and text completions understand."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None

@@ -10,7 +10,6 @@ in errors as the client spelled them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import msgspec
 
 from kvd.errors import RequestError
 from kvd.server.chat_types import (
+    TOOL_NAME,
     ChatMessage,
     ChatRequest,
     FunctionCall,
@@ -35,7 +35,6 @@ BILLING_HEADER = "x-anthropic-billing-header"
 """Begins a system block that Claude Code changes on every request."""
 
 _ROLES = ("user", "assistant", "system")
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 _TURN_SEPARATOR = "\n"
 _SYSTEM_SEPARATOR = "\n\n"
@@ -123,7 +122,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             if not tool.is_custom:
                 continue
-            if not _TOOL_NAME.fullmatch(tool.name or ""):
+            if not TOOL_NAME.fullmatch(tool.name or ""):
                 raise invalid(f"tools[{index}].name", f"'tools[{index}].name' must be 1 to 64 of A-Z a-z 0-9 _ -")
             if tool.input_schema is None:
                 raise invalid(f"tools[{index}].input_schema", f"'tools[{index}].input_schema' is required")

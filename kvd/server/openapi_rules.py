@@ -11,13 +11,14 @@ from typing import Any, get_args
 
 from kvd.core import KVEviction
 from kvd.server.cache_control import MAX_CHAIN_CHARACTERS
+from kvd.server.chat_types import TOOL_NAME
 from kvd.server.common_types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, RANGES
 
 Rule = Mapping[str, Mapping[str, Any]]
 """JSON type → constraints on values of that type."""
 
 _MAX_TOKENS = 2**31
-_TOOL_NAME: Rule = {"string": {"pattern": "^[A-Za-z0-9_-]{1,64}$"}}
+_TOOL_NAME: Rule = {"string": {"pattern": f"^{TOOL_NAME.pattern}$"}}
 _AT_LEAST_ONE: Rule = {"array": {"minItems": 1}}
 
 

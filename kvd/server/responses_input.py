@@ -25,6 +25,7 @@ from kvd.server.chat_types import (
     Tool,
     ToolCall,
 )
+from kvd.server.common_types import SamplingFields
 from kvd.server.responses import invalid, short
 from kvd.server.responses_types import (
     CallOutputItem,
@@ -42,11 +43,7 @@ from kvd.server.validation import check_choice, convert_value
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
-_SAME_NAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "cache_salt", "priority", "kv_eviction",
-    "kv_budget_tokens", "parallel_tool_calls",
-)  # fmt: skip
+_SAME_NAME = ("model", "parallel_tool_calls", *SamplingFields.__struct_fields__)
 """Fields that mean the same in both protocols."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvd.server.common_types import SamplingFields
 from kvd.server.responses import invalid, short
 from kvd.server.validation import check_choice, check_object, check_range, unsupported
 
@@ -41,8 +42,8 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """Ours beside OpenAI's are the fields from `top_k` on, as in chat completions."""
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """OpenAI's fields, beside those that it shares with chat completions."""
 
     model: str
     input: str | list[dict[str, Any]]
@@ -50,8 +51,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -68,21 +67,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    kv_eviction: str | None = None
-    kv_budget_tokens: int | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -109,17 +109,8 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
 
     from kvd.engine.build import build_engine
     from kvd.observe.nvml import DeviceWatch
-    from kvd.text.text_model import TextModel
 
-    text = TextModel(
-        files.tokenizer_json,
-        chat_template=_chat_template(config, files),
-        adds_bos=files.adds_bos,
-        bos_token_id=files.bos_token_id,
-        special_tokens=files.special_tokens,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
+    text = open_text(config, files)
     log.info(text.describe_parsers())
     engine_log = get_logger("engine")
     levels = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -136,6 +127,21 @@ def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
     except FloatingPointError as error:
         raise CheckpointError(f"{config.model}: the weights drive a first step beyond float32: {error}") from error
     return engine, text, server_settings(config, engine.info, files)
+
+
+def open_text(config: Config, files: ModelFiles) -> TextModel:
+    """The model's tokenizer and chat template, with the parsers that the configuration asks for."""
+    from kvd.text.text_model import TextModel
+
+    return TextModel(
+        files.tokenizer_json,
+        chat_template=_chat_template(config, files),
+        adds_bos=files.adds_bos,
+        bos_token_id=files.bos_token_id,
+        special_tokens=files.special_tokens,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 def server_settings(config: Config, info: EngineInfo, files: ModelFiles) -> ServerSettings:

@@ -100,9 +100,5 @@ def natives(request: pytest.FixtureRequest) -> Iterator[Natives]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tests of small shapes gain nothing from threads; those about threads set their own number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_torch_thread: None) -> None:
+    """Those about threads set their own number."""

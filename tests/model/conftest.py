@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvd.model.files import ModelFiles
 from kvd.model.loading import load_weights, read_spec, resolve_model
@@ -17,12 +16,8 @@ Load = Callable[..., tuple[ModelFiles, ModelWeights]]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors spend their time waiting for threads to meet, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_torch_thread: None) -> None:
+    """In every test of this room."""
 
 
 @pytest.fixture
