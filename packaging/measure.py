@@ -16,6 +16,8 @@ from kvd.openmp import bound_spinning
 
 CONTEXT_TOKENS = 96
 DECODE_STEPS = 12
+WAITING_STEPS = 60
+"""Decode steps of the first stream until the last one decodes, at most."""
 PREFILL_TOKENS = 512
 CHUNK_TOKENS = 256
 
@@ -28,7 +30,7 @@ def main(num_runs: int = 5) -> None:
     from kvd.model.loading import read_spec, resolve_model
     from kvd.model.progress import QuietProgress
 
-    config = Config(num_gpu_blocks_override=2048, max_model_len=2048, enable_prefix_caching=False)
+    config = Config(num_gpu_blocks_override=2048, max_model_len=2048, max_num_seqs=16, enable_prefix_caching=False)
     home = Path(config.home_path)
     quiet = QuietProgress()
     started = time.monotonic()
@@ -61,9 +63,10 @@ def main(num_runs: int = 5) -> None:
         rates = []
         for _ in range(num_runs):
             for _ in range(num_streams):
-                start(CONTEXT_TOKENS, DECODE_STEPS + 2)
+                start(CONTEXT_TOKENS, DECODE_STEPS + WAITING_STEPS)
             while scheduler.num_waiting or not scheduler.num_running or scheduler.last_step.num_prefill_tokens:
                 step()
+            assert scheduler.num_running == num_streams, "some have ended before all of them decode"
             rates.append(num_streams / statistics.median(step() for _ in range(DECODE_STEPS // 2)))
             while scheduler.has_work:
                 step()

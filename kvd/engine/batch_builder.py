@@ -65,10 +65,10 @@ class BatchBuilder:
             logit_slots=torch.from_numpy(self._logit_slots),
         )
 
-    def fill(self, plan: StepPlan, newest_tokens: np.ndarray) -> Batch:
+    def fill(self, plan: StepPlan, newest_tokens: Sequence[int]) -> Batch:
         """Describe the plan's items, in plan order.
 
-        newest_tokens: int64 [num_slots]; the latest token sampled for each slot, or what stands for it in a Batch, for
+        newest_tokens: of every slot the latest token sampled for it, or what stands for it in a Batch, for
         items whose last token the scheduler did not know yet.
         """
         items, held = plan.items, self._held
@@ -79,7 +79,7 @@ class BatchBuilder:
             if item.block_tables is not tables or item.first_positions is not first_positions:
                 self._write_row(sequence, item)
             if len(item.token_ids) == 1 and len(tokens) == sequence:
-                tokens.append(int(newest_tokens[item.slot]) if item.last_from_slot else item.token_ids[0])
+                tokens.append(newest_tokens[item.slot] if item.last_from_slot else item.token_ids[0])
                 starts.append(item.start)
         num_single = len(tokens)
         singles = items[:num_single]
@@ -157,7 +157,7 @@ class BatchBuilder:
                 entry * BLOCK_SIZE + start % BLOCK_SIZE + 1 for entry, start in zip(entries, starts, strict=True)
             ]
 
-    def _fill_run(self, sequence: int, item: PlanItem, row: int, newest_tokens: np.ndarray) -> int:
+    def _fill_run(self, sequence: int, item: PlanItem, row: int, newest_tokens: Sequence[int]) -> int:
         """One item of any kind, from token `row` on; returns the token after its last."""
         end = row + item.num_tokens
         self._token_ids[row:end] = item.token_ids

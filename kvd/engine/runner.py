@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from kvd.cache.store import Arena, restore_blocks, save_blocks
@@ -72,8 +71,8 @@ class Runner:
         self._sampling_rows = SamplingRows(decoder.max_seqs)
         self._scorer = PromptScorer(decoder)
         self._grammars = GrammarMasks()
-        self._newest_tokens = np.zeros(decoder.max_seqs, dtype=np.int64)
-        self._num_unknown = np.zeros(decoder.max_seqs, dtype=np.int64)  # steps in flight that choose a slot's token
+        self._newest_tokens = [0] * decoder.max_seqs
+        self._num_unknown = [0] * decoder.max_seqs  # steps in flight that choose a slot's token
         self._in_flight: list[_Step] = []
         self._last_landed = 0.0
         self._draw_seed = draw_seed
@@ -145,7 +144,7 @@ class Runner:
         # Their slots of the RAM tier go to others, and their memory goes: nothing may still write there.
         self._decoder.ops.settle()
         self._in_flight.clear()
-        self._num_unknown[:] = 0
+        self._num_unknown = [0] * len(self._num_unknown)
         return step_id
 
     def _move_blocks(self, step: _Step) -> None:
