@@ -1,25 +1,25 @@
 """The façade that server, dashboard and tools see, and the step loop behind it.
 
 Threads. The event loop calls the public methods. One engine thread owns scheduler, cache, runner and statistics, and
-nobody else touches them. Commands and questions cross to it through a queue of callables; token events cross back in
-one `call_soon_threadsafe` per step, answers in one each; what observers read is a frozen snapshot that the engine
-thread publishes. When the thread ends, `_close` is the last thing that crosses: it ends all that still wait.
+nobody else touches them. Commands and questions cross to it through the `Inbox`; token events cross back in one
+callback per step; what observers read is a frozen snapshot that the engine thread publishes. When the thread ends,
+`_close` is the last thing that crosses: it ends all that still wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from kvd.core import FinishReason, Request, TokenEvent
 from kvd.device_facts import DeviceFacts
 from kvd.engine.disk_link import DiskLink
+from kvd.engine.inbox import Inbox
 from kvd.engine.runner import Runner
 from kvd.engine.sessions import Sessions
 from kvd.engine.statistics import Statistics
@@ -27,8 +27,6 @@ from kvd.engine.streams import TokenStream
 from kvd.errors import EngineFailure, ServerOverloaded, SessionError
 from kvd.scheduler.scheduler import Scheduler
 from kvd.views import EngineInfo, PrefixView, RequestView, SessionInfo, Snapshot
-
-T = TypeVar("T")
 
 WEDGED_AFTER_SECONDS = 120.0
 PUBLISH_INTERVAL_SECONDS = 0.05
@@ -65,13 +63,11 @@ class Engine:
         self._wedged_after_seconds = wedged_after_seconds
         self._statistics = Statistics()
         self._streams: dict[str, TokenStream] = {}
-        self._questions: set[asyncio.Future[Any]] = set()  # asked of the engine thread, not answered yet
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._state: Literal["loading", "ready", "draining", "failed"] = "loading"
         self._failure = ""
         self._started = self._last_progress = self._last_published = time.monotonic()
         self._is_stopping = False  # engine thread
-        self._is_closed = False  # event loop: the engine thread answers nobody any more
         self._details: tuple[float, tuple[RequestView, ...]] = (float("-inf"), ())
         self._snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
@@ -84,7 +80,7 @@ class Engine:
         unready = runner.unready_requests()
         plan = self._scheduler.plan(unready) if self._has_work else None
         if plan is None and not runner.num_in_flight:  # blocked: only a mask, a command or time can help
-            (runner.await_ready if unready else self._take_commands)(IDLE_POLL_SECONDS)
+            (runner.await_ready if unready else self._inbox.run_all)(IDLE_POLL_SECONDS)
             return
         try:
             if plan is not None:
@@ -104,7 +100,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands(0 if self._has_work else None)
+                self._inbox.run_all(0 if self._has_work else None)
                 if self._has_work and not self._is_stopping:
                     self._step()
                 self._publish()
@@ -133,15 +129,6 @@ class Engine:
         """Requests to run, or blocks to write through when the last of them has ended."""
         return self._scheduler.has_work or self._scheduler.has_moves
 
-    def _take_commands(self, timeout: float | None) -> None:
-        """Run all commands that have come; wait for the first up to `timeout` seconds (None: until it comes)."""
-        try:
-            self._inbox.get(timeout != 0, timeout)()
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            return
-
     def _fail_step(self, error: Exception) -> None:
         """The runner failed: its blocks may be half written, so every request ends and no cached block stays."""
         # Where the device can compute nothing any more, this raises, and the engine stops.
@@ -160,13 +147,13 @@ class Engine:
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         if events:
+            # Who has read the end of an answer finds it counted.
+            self._publish(at_once=any(event.finish_reason for event in events))
             self._call_loop(lambda: self._dispatch(events))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:
-            self._is_stopping = True  # the loop is gone: nobody is left to serve
+        if not self._inbox.call_loop(callback):
+            self._is_stopping = True
 
     def _add(self, request: Request) -> None:
         try:
@@ -186,9 +173,9 @@ class Engine:
         self._finish([event])
         return True
 
-    def _publish(self) -> None:
+    def _publish(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if now - self._last_published >= PUBLISH_INTERVAL_SECONDS or not self._has_work:
+        if at_once or now - self._last_published >= PUBLISH_INTERVAL_SECONDS or not self._has_work:
             self._last_published = now
             self._snapshot = self._take_snapshot()
 
@@ -227,7 +214,7 @@ class Engine:
 
     async def start(self) -> None:
         """Start the engine thread; requests are accepted from now on."""
-        self._loop = asyncio.get_running_loop()
+        self._inbox.open()
         self._state = "ready"
         self._snapshot = self._take_snapshot()
         self._thread.start()
@@ -274,7 +261,7 @@ class Engine:
         return stream
 
     def _abort_soon(self, request_id: str, reason: FinishReason = "abort") -> None:
-        self._inbox.put(lambda: void(self._abort(request_id, reason)))
+        self._inbox.put(lambda: self._abort(request_id, reason))
 
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -287,11 +274,9 @@ class Engine:
 
     def _close(self) -> None:
         """The engine thread has ended: nobody else will answer those who still wait."""
-        self._is_closed = True
         for request_id in list(self._streams):
             self._dispatch([TokenEvent(request_id, None, 0, 0, 0, finish_reason="error", error=self._failure)])
-        for answer in list(self._questions):
-            _settle(answer, self._stopped_error())
+        self._inbox.close(self._stopped_error)
 
     def _stopped_error(self) -> EngineFailure:
         return EngineFailure(f"the engine stopped: {self._failure or 'shut down'}")
@@ -300,10 +285,10 @@ class Engine:
 
     async def snapshot(self, *, details: bool = False) -> Snapshot:
         """What the engine last published; with details, the request table as of now or 0.25 s ago."""
-        if details and self._thread.is_alive() and not self._is_closed:
+        if details and self._inbox.is_open:
             taken, requests = self._details
             if time.monotonic() - taken >= DETAILS_INTERVAL_SECONDS:
-                requests = await self._ask(self._list_requests)
+                requests = await self._inbox.ask(self._list_requests)
         else:
             requests = ()
         # An idle engine publishes nothing, but it ages, and it may be told to stop.
@@ -314,65 +299,43 @@ class Engine:
 
     async def abort(self, request_id: str) -> bool:
         """End a request on an operator's behalf; False when there is none of that id."""
-        return await self._ask(lambda: self._abort(request_id, "abort"))
+        return await self._inbox.ask(lambda: self._abort(request_id, "abort"))
 
     async def reset_cache(self) -> int:
         """Drop every cached block that no request uses, in all tiers; returns how many were in the pool."""
-        return await self._ask(self._scheduler.reset_cache)
+        return await self._inbox.ask(self._scheduler.reset_cache)
 
     async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
         """The chains in the pool that were found most often, the pinned ones first."""
-        return await self._ask(lambda: self._scheduler.cache.chains.prefixes(limit))
+        return await self._inbox.ask(lambda: self._scheduler.cache.chains.prefixes(limit))
 
     async def pin(self, chain: str) -> int:
         """Keep a chain for good; how many blocks, 0 if it is not in the pool or would leave too little room."""
-        return await self._ask(lambda: self._scheduler.pin(chain))
+        return await self._inbox.ask(lambda: self._scheduler.pin(chain))
 
     async def unpin(self, chain: str) -> bool:
         """Let a pinned chain be evicted again; False if it was not pinned."""
-        return await self._ask(lambda: self._scheduler.unpin(chain))
+        return await self._inbox.ask(lambda: self._scheduler.unpin(chain))
 
     async def keep_turn(self, request_id: str) -> int:
         """A turn ended in a tool call: keep its blocks for `tool_turn_seconds`; how many are kept."""
-        return await self._ask(lambda: self._scheduler.keep_turn(request_id))
+        return await self._inbox.ask(lambda: self._scheduler.keep_turn(request_id))
 
     async def save_session(self, name: str, chain: str) -> SessionInfo:
         """Write a chain to the session file of that name. Raises SessionError."""
         sessions = self._known_sessions()
         return await asyncio.to_thread(
-            sessions.save, name, lambda: self._scheduler.find_chain(chain), self._ask_from_worker
+            sessions.save, name, lambda: self._scheduler.find_chain(chain), self._inbox.ask_from_worker
         )
 
     async def restore_session(self, name: str) -> SessionInfo:
         """Read a session file into the KV pool. Raises SessionError."""
-        return await asyncio.to_thread(self._known_sessions().restore, name, self._ask_from_worker)
+        return await asyncio.to_thread(self._known_sessions().restore, name, self._inbox.ask_from_worker)
 
     def _known_sessions(self) -> Sessions:
         if self._sessions is None:
             raise SessionError("this server keeps no sessions")
         return self._sessions
-
-    def _ask_from_worker(self, question: Callable[[], T]) -> T:
-        """`_ask` for a worker thread, which waits."""
-        return asyncio.run_coroutine_threadsafe(self._ask(question), self._loop).result()
-
-    async def _ask(self, question: Callable[[], T]) -> T:
-        """Have the engine thread answer between two steps. Who asks may give up; the question is acted on anyway."""
-        if self._is_closed or not self._thread.is_alive():
-            raise self._stopped_error()
-        answer: asyncio.Future[T] = self._loop.create_future()
-        self._questions.add(answer)
-        answer.add_done_callback(self._questions.discard)
-
-        def run() -> None:
-            try:
-                outcome: T | Exception = question()
-            except Exception as error:
-                outcome = error
-            self._call_loop(lambda: _settle(answer, outcome))
-
-        self._inbox.put(run)
-        return await answer
 
     def health(self) -> str | None:
         """None when all is well, else one line that says what is not."""
@@ -384,17 +347,3 @@ class Engine:
         if self._streams and idle_for > self._wedged_after_seconds:
             return f"no progress for {idle_for:.0f} s while {len(self._streams)} requests wait"
         return None
-
-
-def _settle(answer: asyncio.Future[T], outcome: T | Exception) -> None:
-    """Answer, unless nobody waits any more."""
-    if answer.done():
-        return
-    if isinstance(outcome, Exception):
-        answer.set_exception(outcome)
-    else:
-        answer.set_result(outcome)
-
-
-def void(_: object) -> None:
-    """Discard a result where a callable must return nothing."""

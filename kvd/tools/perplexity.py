@@ -14,7 +14,6 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -126,7 +125,7 @@ class Scorer:
             first_positions=tuple(range(0, self._num_blocks * BLOCK_SIZE, BLOCK_SIZE) for _ in groups),
             samples=True,
         )
-        batch = self._builder.fill(StepPlan(step_id=0, items=(item,)), np.zeros(1, dtype=np.int64))
+        batch = self._builder.fill(StepPlan(step_id=0, items=(item,)), [0])
         batch.logit_rows[: len(inputs)] = torch.arange(len(inputs))
         batch.num_logit_rows = len(inputs)
         self._program.run(batch, None)
