@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -19,9 +20,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from kvd import __version__
+from kvd.cli_usage import USAGE, USAGES
 from kvd.config_docs import resolved_yaml, settings_help
 from kvd.config_flags import parse_flags
 from kvd.config_load import LoadedConfig, load_config
@@ -33,148 +35,6 @@ MACHINE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.E
 """Failures of a named file that are the machine's or the user's, and no fault of ours."""
 
 HELP_FLAGS = ("-h", "--help")
-
-USAGE = """\
-usage: kvd [serve] [MODEL] [-c FILE] [flags]   serve a model over HTTP
-       kvd chat [--url A]                      talk to an endpoint in the terminal
-       kvd check [MODEL] [-c FILE] [flags]     check a configuration and print it
-       kvd models                              list the models that kvd knows by name
-       kvd convert SRC DST                     make a 4-bit AWQ directory of a 16-bit model
-       kvd eval MODEL                          measure perplexity and what the KV format costs
-       kvd bench [--url A] [--against B]       measure endpoints over HTTP
-       kvd version                             print the version
-
-`kvd COMMAND --help` explains each. Without a command, kvd serves.
-"""
-
-SERVE_USAGE = """\
-usage: kvd [serve] [MODEL] [-c FILE] [flags]
-
-Serve a model on http://127.0.0.1:8000/v1 with a dashboard in the terminal. A first SIGINT or SIGTERM lets
-running requests finish, a second one ends them. Every flag is also a key of the file; flags win. Most of vLLM's
-flags are understood.
-
-  -c FILE, --config FILE
-      Read settings from a YAML file.
-
-"""
-
-CHAT_USAGE = """\
-usage: kvd chat [--url A] [--key KEY] [--model NAME] [--system TEXT]
-
-Talk to an OpenAI-compatible endpoint. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. In a pipe it
-reads one question from stdin and writes the answer to stdout.
-
-  --url A
-      Base URL, with or without /v1 (default: http://127.0.0.1:8000/v1).
-  --key KEY
-      Also KVD_API_KEY in the environment.
-  --model NAME
-      What to ask for (default: the first that /v1/models lists).
-  --system TEXT
-      The system message.
-"""
-
-CHECK_USAGE = """\
-usage: kvd check [MODEL] [-c FILE] [flags] [--json]
-
-Check a configuration, without loading anything, and print every setting with its value and where that came from.
-Takes every flag of `kvd serve`.
-
-  --json
-      Print one JSON object: settings, origins, notices.
-"""
-
-MODELS_USAGE = """\
-usage: kvd models [--json]
-
-List the models that kvd knows by name: size, licence, whether on disk.
-
-  --json
-      Print a JSON list.
-"""
-
-CONVERT_USAGE = """\
-usage: kvd convert SRC DST [--bits 4] [--group-size G] [--no-scaling] [--json]
-
-Make a 4-bit AWQ directory DST, which other AWQ readers accept too, from SRC: a .gguf file or a directory with
-16-bit safetensors. Prints the perplexity before and after.
-
-  --bits 4
-      Bits per weight; only 4.
-  --group-size G
-      Input channels that share a scale: 32, 64 or 128 (default: 128).
-  --no-scaling
-      Round to nearest, without activation-aware scaling.
-  --json
-      Print what was made as one JSON object.
-"""
-
-EVAL_USAGE = """\
-usage: kvd eval MODEL [--kv-cache-dtype TYPE] [--text FILE] [--tokens N] [--json]
-
-Measure how well MODEL predicts a text as kvd serves it, and how far its KV cache format is from 16 bits.
-
-  --kv-cache-dtype TYPE
-      The format to judge: auto, int8, fp16 or bf16 (default: auto).
-  --text FILE
-      The text, UTF-8; without it, one that comes with kvd.
-  --tokens N
-      Use the first N tokens only.
-  --json
-      Print one JSON object; passes_gate says whether the format is close enough.
-"""
-
-BENCH_USAGE = """\
-usage: kvd bench --url A [--model NAME] [--against B] [flags]
-       kvd bench [MODEL] [-c FILE] [flags of `kvd serve`] [--against B] [flags]
-
-Measure an OpenAI-compatible endpoint over HTTP; with --against a second one in alternation, under the same load.
-Without --url, kvd itself is started with the flags that are given, and stopped afterwards.
-
-  --url A, --against B
-      Base URLs, with or without /v1. B is measured in turns with A; ratios are A ÷ B, run by run.
-  --model NAME, --model-against NAME
-      What to ask A and B for (default: the first that /v1/models lists).
-  --api-key KEY, --api-key-against KEY
-      Also KVD_API_KEY and KVD_API_KEY_AGAINST in the environment.
-  --allow-remote
-      Allow endpoints on other machines.
-  --only NAME,…
-      Some loads only: single, prefill-512, prefill-4k, streams-8, streams-16, ttft, sweep, documents.
-  --runs N
-      Counted runs of every load (default: 5); a warm-up comes before them.
-  --tokens N
-      Length of every answer (default: 128 tokens for a single stream, 64 elsewhere).
-  --context N
-      Context in tokens of an endpoint that does not say it.
-  --timeout SECONDS
-      Longest wait for the next bytes of an answer (default: 600).
-  --prompt-seed N
-      Make the same prompts as another benchmark; its --json has the seed (default: new ones).
-  --json FILE
-      Write everything, raw samples included, as one JSON object; - is stdout, and the table goes to stderr.
-  --picture FILE.svg
-      Draw bars of the loads, and the curve of the sweep with its knee.
-"""
-
-VERSION_USAGE = """\
-usage: kvd version
-
-Print the version.
-"""
-
-
-USAGES: Mapping[str, str] = {
-    "serve": SERVE_USAGE,
-    "chat": CHAT_USAGE,
-    "check": CHECK_USAGE,
-    "models": MODELS_USAGE,
-    "convert": CONVERT_USAGE,
-    "eval": EVAL_USAGE,
-    "bench": BENCH_USAGE,
-    "version": VERSION_USAGE,
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -317,16 +177,13 @@ def _eval(words: list[str]) -> int:
     return 0
 
 
-def _bench(words: list[str]) -> int:
-    from kvd.tools import bench
+def _tool(name: str) -> Callable[[list[str]], int]:
+    """A command that `kvd.tools` has a module for, which reads the command line itself."""
 
-    return bench.run(words, os.environ)
+    def run(words: list[str]) -> int:
+        return cast(int, importlib.import_module(f"kvd.tools.{name}").run(words, os.environ))
 
-
-def _chat(words: list[str]) -> int:
-    from kvd.tools import chat
-
-    return chat.run(words, os.environ)
+    return run
 
 
 def _version(words: list[str]) -> int:
@@ -337,12 +194,12 @@ def _version(words: list[str]) -> int:
 
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "serve": _serve,
-    "chat": _chat,
+    "chat": _tool("chat"),
     "check": _check,
     "models": _models,
     "convert": _convert,
     "eval": _eval,
-    "bench": _bench,
+    "bench": _tool("bench"),
     "version": _version,
 }
 

@@ -119,6 +119,8 @@ class RequestView:
     num_preemptions: int
     ttft_seconds: float | None
     tokens_per_second: float | None
+    num_swaps: int = 0  # of the preemptions, those that kept its blocks in RAM
+    num_prefill_tokens: int = 0  # tokens that its prefill has to reach, what was lost by preemption included
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ class PrefixView:
     num_hits: int
     is_pinned: bool
     is_active: bool
+    client: str = ""  # who computed it first
+    age_seconds: float = 0.0  # since that
+    idle_seconds: float = 0.0  # since it was used last
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,19 @@ class SessionInfo:
     name: str
     num_tokens: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """The disk tier: bytes of blocks, and what has been moved since the start."""
+
+    num_blocks: int
+    num_bytes: int
+    max_bytes: int
+    num_written_bytes: int = 0
+    num_read_bytes: int = 0
+    num_corrupt_blocks: int = 0
+    problem: str = ""  # why it is not used at the moment, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +183,9 @@ class Snapshot:
     histograms: dict[str, Histogram] = field(default_factory=dict)
     requests: tuple[RequestView, ...] = ()
     device: DeviceFacts | None = None  # None: the host computes, or nothing is known yet
+    disk: DiskFacts | None = None  # None: there is no disk tier
+    prefill_tokens_per_second: float = 0.0  # as measured; 0: not yet
+    misses: tuple[tuple[str, int, int], ...] = ()  # (cause, requests, lost tokens), see insight.MissCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +219,10 @@ class Control(Protocol):
 
     async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
         """The chains in the KV pool that were found most often, the pinned ones first."""
+        ...
+
+    async def drop_prefix(self, chain: str) -> int:
+        """Drop a chain from the KV pool, as far as nobody uses or shares it; how many blocks."""
         ...
 
     async def pin(self, chain: str) -> int:
