@@ -1,4 +1,4 @@
-"""What is known of the device that computes, at one moment. A leaf: the standard library alone.
+"""What is known of the device that computes, and of its host, at one moment. A leaf: the standard library alone.
 
 Drivers, cards and containers differ in what they tell. What is not told is None, which is a value like any other: it is
 shown as such, and nobody guesses.
@@ -30,3 +30,24 @@ class DeviceFacts:
     sm_clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
     throttle_reasons: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """One reading of the machine that the server runs on.
+
+    num_cpus                what this process may run on
+    utilization             share of all processors' time that was not idle since the reading before, 0 to 1
+    own_utilization         the same of this process alone, of the processors that it may run on
+    memory_total_bytes      of the machine, or what a control group allows where that is less
+    memory_available_bytes  what may still be taken without swapping
+    memory_own_bytes        resident memory of this process
+    """
+
+    cpu_name: str | None = None
+    num_cpus: int | None = None
+    utilization: float | None = None
+    own_utilization: float | None = None
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    memory_own_bytes: int | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvd.device_facts import DeviceFacts
+from kvd.device_facts import DeviceFacts, HostFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +186,7 @@ class Snapshot:
     disk: DiskFacts | None = None  # None: there is no disk tier
     prefill_tokens_per_second: float = 0.0  # as measured; 0: not yet
     misses: tuple[tuple[str, int, int], ...] = ()  # (cause, requests, lost tokens), see insight.MissCause
+    host: HostFacts | None = None  # None: nothing is known yet
 
 
 @dataclass(frozen=True, slots=True)
