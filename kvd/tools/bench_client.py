@@ -149,7 +149,7 @@ class Endpoint:
 
     async def _describe(self) -> Description:
         try:
-            models = (await self._json("/v1/models"))["data"]
+            models = (await self.ask("/v1/models"))["data"]
             entry = next((model for model in models if model["id"] == self._wanted_model), models[0])
             name = self._wanted_model or str(entry["id"])
         except (KeyError, TypeError, IndexError):
@@ -160,7 +160,7 @@ class Endpoint:
             if software == "kvd":
                 return await self._describe_kvd(name, context)
             if software == "vLLM":
-                version = (await self._json("/version")).get("version")
+                version = (await self.ask("/version")).get("version")
                 return Description(software, version, name, context)
             if software == "llama.cpp":
                 return await self._describe_llama(name)
@@ -169,7 +169,7 @@ class Endpoint:
         return Description(software, None, name, context)
 
     async def _describe_kvd(self, name: str, context: int | None) -> Description:
-        info = (await self._json("/kvd/snapshot"))["info"]
+        info = (await self.ask("/kvd/snapshot"))["info"]
         budget = info["budget"]
         known = ("architecture", "quantization", "backend", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens")
         return Description(
@@ -184,14 +184,15 @@ class Endpoint:
 
     async def _describe_llama(self, name: str) -> Description:
         # Its list of models has the context of the training; what a request gets is a slot's.
-        properties = await self._json("/props")
+        properties = await self.ask("/props")
         slots = _positive(properties.get("total_slots"))
         context = _positive((properties.get("default_generation_settings") or {}).get("n_ctx"))
         return Description("llama.cpp", properties.get("build_info"), name, context, details={"slots": slots})
 
     # ------------------------------------------------------------------ the wire
 
-    async def _json(self, path: str) -> dict[str, Any]:
+    async def ask(self, path: str) -> dict[str, Any]:
+        """The JSON object that GET `path` answers with. Raises BenchFailed."""
         async with self._open("GET", path) as response:
             try:
                 body = await response.json(content_type=None)

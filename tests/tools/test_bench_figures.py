@@ -15,11 +15,12 @@ from kvd.tools.bench_client import Description, is_loopback, parse_root
 from kvd.tools.bench_documents import Documents, found_percent, kv_mebibytes, split_by_hit, visits
 from kvd.tools.bench_loads import Streams, common_rate, whole_rate
 from kvd.tools.bench_machine import cpu_facts
-from kvd.tools.bench_picture import draw, nice_ceiling
+from kvd.tools.bench_picture import draw
 from kvd.tools.bench_prompts import Sizer
 from kvd.tools.bench_report import Report, Side, number, shown
 from kvd.tools.bench_run import LoadResult, Run, Sample, knees, make_loads
 from kvd.tools.bench_stats import Spread, knee, most_at_once, paired_ratios, spread
+from kvd.tools.svg_shapes import nice_ceiling
 
 
 def answer(sent: float, arrivals: Sequence[float], **changes: Any) -> Answer:
