@@ -11,73 +11,37 @@ import contextlib
 import datetime
 import json
 import random
-import signal
 import sys
-import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
 
 from kvd import __version__
 from kvd.tools import bench_run
 from kvd.tools.bench_child import own_server
 from kvd.tools.bench_client import Address, connect
+from kvd.tools.bench_ending import StatusLine, signals_unwind, unless_ended
 from kvd.tools.bench_loads import Load
 from kvd.tools.bench_machine import describe_machine
-from kvd.tools.bench_options import BenchOptions, parse
+from kvd.tools.bench_options import BenchOptions, parse, without_keys
 from kvd.tools.bench_picture import draw
 from kvd.tools.bench_report import Report, Side
-
-_SECRET_FLAGS = ("--api-key", "--api-key-against")
 
 
 def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Measure, print, write; returns the exit code. Raises ConfigError and BenchFailed."""
     options = parse(words, environment)
-    with _signals_unwind(), contextlib.ExitStack() as stack:
+    with signals_unwind(), contextlib.ExitStack() as stack:
         with _Progress() as progress:
             url = options.url
             if url is None:
                 progress.say("starting kvd serve")
                 url = stack.enter_context(own_server(options.serve_words))
-            report = asyncio.run(_unless_ended(_measure(options, url, words, progress)))
+            report = asyncio.run(unless_ended(_measure(options, url, words, progress)))
         if isinstance(report, int):
             raise SystemExit(128 + report)
     _write(options, report)
     return 0
-
-
-async def _unless_ended(measuring: Coroutine[Any, Any, Report]) -> Report | int:
-    """What `measuring` returns, or the number of the signal that cancelled it.
-
-    An exception out of a signal handler would surface wherever the event loop happens to be; a cancelled task unwinds.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    received: list[int] = []
-
-    def leave(number: int) -> None:
-        received.append(number)
-        task.cancel()
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    if threading.current_thread() is not threading.main_thread():
-        handled = []  # handlers belong to the main thread
-    for number in handled:
-        loop.add_signal_handler(number, leave, number)
-    try:
-        return await measuring
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        return received[0]
-    finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
-            signal.signal(number, before[number])
 
 
 async def _measure(options: BenchOptions, url: str, words: Sequence[str], progress: _Progress) -> Report:
@@ -129,52 +93,14 @@ def _write(options: BenchOptions, report: Report) -> None:
     print("\n".join(report.lines()), file=table)
 
 
-def without_keys(words: Sequence[str]) -> list[str]:
-    """The words with the values of key flags hidden: everything up to the next flag, since a flag may take several."""
-    shown: list[str] = []
-    is_secret = False
-    for word in words:
-        flag, separator, _ = word.partition("=")
-        if word.startswith("--"):
-            is_secret = flag.replace("_", "-") in _SECRET_FLAGS
-            shown.append(f"{flag}=(hidden)" if is_secret and separator else word)
-        else:
-            shown.append("(hidden)" if is_secret else word)
-    return shown
-
-
-@contextlib.contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C, so that a server of ours does not outlive us."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            before[number] = signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Progress:
-    """One line on a terminal that says what is measured now; nothing elsewhere."""
+class _Progress(StatusLine):
+    """Says what is measured now, and how much of all that is."""
 
     def __init__(self) -> None:
-        self._shows = sys.stderr.isatty()
+        super().__init__()
         self._num_done = 0
         self._num_expected = 0
         self._num_runs = 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.say("")
 
     def expect(self, loads: Sequence[Load], num_runs: int, num_endpoints: int) -> None:
         self._num_runs = num_runs
@@ -184,8 +110,3 @@ class _Progress:
         self._num_done += 1
         what = f"run {number} of {self._num_runs}" if number else "warm-up"
         self.say(f"{self._num_done}/{self._num_expected}  {load.name}, {label}, {what}")
-
-    def say(self, text: str) -> None:
-        if self._shows:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()

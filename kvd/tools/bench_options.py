@@ -19,6 +19,8 @@ DEFAULT_RUNS = 5
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_RUNS = 1000
 
+_SECRET_FLAGS = ("--key", "--api-key", "--api-key-against")
+
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
@@ -44,7 +46,7 @@ class BenchOptions:
     picture: str | None
 
 
-class _Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """Raises in place of printing usage and leaving the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -53,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(words: Sequence[str], environment: Mapping[str, str]) -> BenchOptions:
     """Read the words after `kvd bench`. Without --url, those that are not ours are flags of `kvd serve`."""
-    words = [_normalised(word) for word in words]
+    words = [normalised(word) for word in words]
     starts_own = not any(word == "--url" or word.startswith("--url=") for word in words)
     parser = _parser(starts_own)
     chosen, rest = parser.parse_known_args(words)
@@ -62,18 +64,13 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> BenchOptions:
         raise ConfigError(f"{rest[0]}: unknown here; with --url kvd bench starts no server that could take it")
     api_key = values.get("api_key") or environment.get("KVD_API_KEY") or None
     if starts_own:
-        line = parse_flags(rest)
-        config = load_config(line.config_path, line.entries, environment).config
-        keys = config.api_key
-        if not keys and config.api_key_file is not None:
-            keys = read_key_file(Path(config.api_key_file))
-        api_key = keys[0].key if keys else None
+        api_key = key_of_own_server(rest, environment)
     allow_remote = chosen.allow_remote
     for name in ("model_against", "api_key_against"):
         if values[name] is not None and chosen.against is None:
             raise ConfigError(f"--{name.replace('_', '-')} is of no use without --against")
-    _check_target("--json", chosen.json)
-    _check_target("--picture", chosen.picture)
+    check_target("--json", chosen.json)
+    check_target("--picture", chosen.picture)
     return BenchOptions(
         url=None if starts_own else parse_root(chosen.url, "--url", allow_remote=allow_remote),
         against=None if chosen.against is None else parse_root(chosen.against, "--against", allow_remote=allow_remote),
@@ -83,18 +80,28 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> BenchOptions:
         api_key_against=chosen.api_key_against or environment.get("KVD_API_KEY_AGAINST") or None,
         serve_words=tuple(rest),
         groups=_groups(chosen.only),
-        num_runs=_number("--runs", chosen.runs, MAX_RUNS),
-        num_tokens=None if chosen.tokens is None else _number("--tokens", chosen.tokens, 10**6, least=2),
-        context_tokens=None if chosen.context is None else _number("--context", chosen.context, 10**8),
-        timeout_seconds=_number("--timeout", chosen.timeout, 10**6),
+        num_runs=number("--runs", chosen.runs, MAX_RUNS),
+        num_tokens=None if chosen.tokens is None else number("--tokens", chosen.tokens, 10**6, least=2),
+        context_tokens=None if chosen.context is None else number("--context", chosen.context, 10**8),
+        timeout_seconds=number("--timeout", chosen.timeout, 10**6),
         seed=chosen.seed,
         json=chosen.json,
         picture=chosen.picture,
     )
 
 
-def _parser(starts_own: bool) -> _Parser:
-    parser = _Parser(prog="kvd bench", add_help=False, allow_abbrev=False)
+def key_of_own_server(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """The key that a `kvd serve` with these flags asks for, if any. Raises ConfigError where it would not start."""
+    line = parse_flags(words)
+    config = load_config(line.config_path, line.entries, environment).config
+    keys = config.api_key
+    if not keys and config.api_key_file is not None:
+        keys = read_key_file(Path(config.api_key_file))
+    return keys[0].key if keys else None
+
+
+def _parser(starts_own: bool) -> OptionParser:
+    parser = OptionParser(prog="kvd bench", add_help=False, allow_abbrev=False)
     for flag in ("--url", "--against", "--model-against", "--api-key-against", "--only", "--json", "--picture"):
         parser.add_argument(flag)
     if not starts_own:  # otherwise these two are for the server
@@ -122,13 +129,13 @@ def _groups(text: str | None) -> tuple[str, ...]:
     return tuple(name for name in GROUPS if name in names)
 
 
-def _number(flag: str, value: int, most: int, least: int = 1) -> int:
+def number(flag: str, value: int, most: int, least: int = 1) -> int:
     if not least <= value <= most:
         raise ConfigError(f"{flag}: expected a whole number from {least} to {most}, got {value}")
     return value
 
 
-def _check_target(flag: str, name: str | None) -> None:
+def check_target(flag: str, name: str | None) -> None:
     """Minutes of measuring must not be lost for a folder that does not exist."""
     if name is None or (name == "-" and flag == "--json"):
         return
@@ -137,7 +144,21 @@ def _check_target(flag: str, name: str | None) -> None:
         raise ConfigError(f"{flag}: {name}: " + ("is a folder" if path.is_dir() else "its folder does not exist"))
 
 
-def _normalised(word: str) -> str:
+def normalised(word: str) -> str:
     """`--model_against=x` as `--model-against=x`, as for every command."""
     flag, separator, value = word.partition("=")
     return flag.replace("_", "-") + separator + value if word.startswith("--") else word
+
+
+def without_keys(words: Sequence[str]) -> list[str]:
+    """The words with the values of key flags hidden: everything up to the next flag, since a flag may take several."""
+    shown: list[str] = []
+    is_secret = False
+    for word in words:
+        flag, separator, _ = word.partition("=")
+        if word.startswith("--"):
+            is_secret = flag.replace("_", "-") in _SECRET_FLAGS
+            shown.append(f"{flag}=(hidden)" if is_secret and separator else word)
+        else:
+            shown.append("(hidden)" if is_secret else word)
+    return shown

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvd import cli
-from kvd.tools import bench
+from kvd.tools import bench_options
 from kvd.tools.bench_run import GROUPS
 from tests.model.checkpoints import make_llama
 from tests.test_serve import Process
@@ -333,10 +333,10 @@ def test_keys_are_sent_and_shown_nowhere(tmp_path: Path, capsys: Any, monkeypatc
 
 
 def test_which_words_hide_a_key() -> None:
-    assert bench.without_keys(["--api-key", "a", "b", "--runs", "3"]) == [
+    assert bench_options.without_keys(["--api-key", "a", "b", "--runs", "3"]) == [
         "--api-key", "(hidden)", "(hidden)", "--runs", "3"
     ]  # fmt: skip
-    assert bench.without_keys(["--api_key=a", "--api-key-against", "b"]) == [
+    assert bench_options.without_keys(["--api_key=a", "--api-key-against", "b"]) == [
         "--api_key=(hidden)", "--api-key-against", "(hidden)"
     ]  # fmt: skip
 
