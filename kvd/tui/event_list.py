@@ -1,0 +1,151 @@
+"""The event log: one row for each event that is loud enough and has the words looked for. Owner: the event loop.
+
+Follows the newest event until the operator moves up; the event under the cursor then stays under it while others come.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvd.tui.format import clean, fit, short_id
+from kvd.tui.listing import ListPanel, wrap
+from kvd.tui.panel import Spans, crop
+from kvd.tui.view import Link, View
+from kvd.views import LogEvent
+
+LEVELS = ("debug", "info", "warning", "error")
+
+_LETTERS = {
+    "debug": ("D", "faint"),
+    "info": ("I", "muted"),
+    "warning": ("W", "warning-bold"),
+    "error": ("E", "error-bold"),
+}
+_TEXTS = {"debug": "muted", "info": "text", "warning": "warning", "error": "error"}
+_KIND_WIDTH = 12
+_ID_WIDTH = 8
+_MIN_WIDTH_WITH_ID = 70
+_DETAIL_LINES = 3
+_MAX_DETAIL_CHARACTERS = 2_000
+"""Of a message; nobody reads more of it in three lines, and laying it out takes time."""
+
+
+def clock_time(unix_seconds: float) -> str:
+    """The time of day here: `14:03:59`."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_seconds))
+
+
+def full_text(event: LogEvent) -> str:
+    """Everything that is known of an event, in one line."""
+    who = f" [{event.request_id}]" if event.request_id else ""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+    return clean(f"{stamp} {event.level} {event.kind}{who} {event.message}")
+
+
+class EventPanel(ListPanel):
+    """The events at or above a level; `needle` is looked for in message, kind and request id, case ignored."""
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id, follows=True, classes="box")
+        self._events: tuple[LogEvent, ...] | None = None
+        self._shown: tuple[LogEvent, ...] = ()
+        self.level_index = 1
+        self.needle = ""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._shown)
+
+    @property
+    def selected(self) -> LogEvent | None:
+        """The event under the cursor."""
+        return self._shown[self.cursor] if self._shown else None
+
+    @property
+    def level(self) -> str:
+        return LEVELS[self.level_index]
+
+    def take(self, events: tuple[LogEvent, ...]) -> None:
+        """The newest events, oldest first."""
+        if events != self._events:
+            self._events = events
+            self._choose()
+
+    def next_level(self) -> None:
+        """Leave out the quietest of what is shown; after errors alone, show everything."""
+        self.level_index = (self.level_index + 1) % len(LEVELS)
+        self._choose()
+
+    def look_for(self, needle: str) -> None:
+        self.needle = needle
+        self._choose()
+
+    def _choose(self) -> None:
+        selected = self.selected
+        words = self.needle.casefold()
+        quietest = self.level_index
+        self._shown = tuple(
+            event
+            for event in self._events or ()
+            if LEVELS.index(event.level) >= quietest
+            and (not words or words in f"{event.kind} {event.message} {event.request_id or ''}".casefold())
+        )
+        if selected is not None and not self.is_following:
+            self.place(_index_of(self._shown, selected))
+        self.redraw()
+
+    # ------------------------------------------------------------------ drawing
+
+    def titles(self, view: View | None, link: Link) -> tuple[str, str]:
+        title = "Events" if self.level_index == 0 else f"Events  {self.level} and worse"
+        if self.needle:
+            title += f', with "{clean(self.needle)}"'
+        following = "follows, " if self.is_following and self.num_rows else ""
+        return title, following + self.span_in_view
+
+    def absence(self, view: View | None, link: Link, width: int) -> list[Spans]:
+        if self._events is None:
+            words = "Asking for the events…"
+        elif not self._events:
+            words = "Nothing has happened yet that is worth telling."
+        else:
+            words = f"None of {len(self._events):,} events is shown: l changes the level, Esc ends the filter."
+        return [crop(((words, "muted"),), width)]
+
+    def row(self, index: int, width: int, *, is_cursor: bool) -> Spans:
+        event = self._shown[index]
+        letter = _LETTERS.get(event.level, ("?", "text"))
+        spans: Spans = (
+            ("▸" if is_cursor else " ", "key" if is_cursor else "text"),
+            (clock_time(event.time), "muted"),
+            (" ", "text"),
+            letter,
+            (" " + fit(event.kind, _KIND_WIDTH) + " ", "muted"),
+        )
+        if width >= _MIN_WIDTH_WITH_ID:
+            # The end of an id is what differs from others.
+            name = short_id(event.request_id, 200)[-_ID_WIDTH:] if event.request_id else ""
+            spans = (*spans, (fit(name, _ID_WIDTH) + " ", "bright"))
+        # No more of a message is cleaned than can be seen.
+        message = clean(event.message[: max(0, width)])
+        return crop((*spans, (message, _TEXTS.get(event.level, "text"))), width)
+
+    def footing(self, width: int, height: int) -> list[Spans]:
+        """The event under the cursor in full, below a line."""
+        if height < 8:
+            return []
+        text = full_text(self._shown[self.cursor])[:_MAX_DETAIL_CHARACTERS]
+        lines = wrap(text, width, _DETAIL_LINES)
+        lines += [""] * (_DETAIL_LINES - len(lines))  # so that the rows do not move with the cursor
+        return [(("─" * width, "faint"),), *(((line, "bright"),) for line in lines)]
+
+
+def _index_of(events: tuple[LogEvent, ...], wanted: LogEvent) -> int:
+    """Where the event is; where it is gone, the first that is not older."""
+    first = next((index for index, event in enumerate(events) if event.time >= wanted.time), len(events))
+    for index in range(first, len(events)):
+        if events[index] == wanted:
+            return index
+        if events[index].time > wanted.time:
+            break
+    return first
