@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvd.device_facts import DeviceFacts, HostFacts
+from kvd.geometry import Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class EngineInfo:
     budget: MemoryBudget
     created: int  # unix seconds
     version: str
+    geometry: Geometry | None = None  # what decides what fits; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,14 @@ class Counters:
     disk_hit_tokens: int = 0  # of these, restored from disk
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that kept the blocks in RAM
-    num_evicted_blocks: int = 0
+    num_evicted_blocks: int = 0  # had to give way to a request or the cap, over all layer groups
     num_saved_blocks: int = 0  # written through to RAM
     num_unsaved_blocks: int = 0  # not written through, since every slot was held
     num_restored_blocks: int = 0
     num_dropped_tokens: int = 0  # forgotten under kv_eviction
     step_seconds: float = 0.0
     finished: tuple[tuple[str, int], ...] = ()  # (finish reason, requests)
+    evicted_blocks: tuple[tuple[str, int], ...] = ()  # (reason, blocks): capacity, cap, dropped, reset
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,7 @@ class Snapshot:
     device: DeviceFacts | None = None  # None: the host computes, or nothing is known yet
     disk: DiskFacts | None = None  # None: there is no disk tier
     prefill_tokens_per_second: float = 0.0  # as measured; 0: not yet
+    cache_histograms: dict[str, Histogram] = field(default_factory=dict)  # of blocks, see `histograms`
     misses: tuple[tuple[str, int, int], ...] = ()  # (cause, requests, lost tokens), see insight.MissCause
     host: HostFacts | None = None  # None: nothing is known yet
 

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LEAVES = (
-    "kvd", "kvd.errors", "kvd.core", "kvd.views", "kvd.insight", "kvd.device_facts", "kvd.log", "kvd.histograms",
-    "kvd.openmp", "kvd.config", "kvd.config_*",
+    "kvd", "kvd.errors", "kvd.core", "kvd.views", "kvd.insight", "kvd.device_facts", "kvd.geometry", "kvd.log",
+    "kvd.histograms", "kvd.openmp", "kvd.config", "kvd.config_*",
 )  # fmt: skip
 
 ALLOWED: dict[str, tuple[str, ...]] = {

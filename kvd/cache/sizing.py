@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvd.core import BLOCK_SIZE
 from kvd.errors import NotEnoughMemory
-from kvd.model.spec import ModelSpec
+from kvd.model.spec import KVShape
 from kvd_kernels.kv_format import KVFormat
 
 GIB = 1 << 30
@@ -33,7 +34,26 @@ class PoolSize:
     warning: str = ""
 
 
-def activation_bytes(spec: ModelSpec, *, max_tokens: int, max_seqs: int, element_bytes: int) -> int:
+class DecoderShape(KVShape, Protocol):
+    """A `ModelSpec`, or a `ModelShape`: the sizes that buffers have."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+
+def activation_bytes(spec: DecoderShape, *, max_tokens: int, max_seqs: int, element_bytes: int) -> int:
     """Bytes of the decoder's step buffers.
 
     Per token: residual stream, normed copy, q/k/v, rotated q, attention output, gate and up, and their product;
@@ -46,7 +66,7 @@ def activation_bytes(spec: ModelSpec, *, max_tokens: int, max_seqs: int, element
     return max_tokens * per_token * element_bytes + max_seqs * per_seq
 
 
-def rope_bytes(spec: ModelSpec, max_positions: int) -> int:
+def rope_bytes(spec: DecoderShape, max_positions: int) -> int:
     """Bytes of the cosine and sine tables, float32."""
     return max_positions * spec.head_dim * 4
 
@@ -99,9 +119,25 @@ def size_pool(
     )
 
 
+def request_blocks(num_tokens: int, most_tokens: int = 0) -> int:
+    """Blocks of every group that a request of so many tokens holds.
+
+    most_tokens: what it holds at most where every layer has a window and blocks behind it are given back; 0: nothing
+    is given back.
+    """
+    held = min(num_tokens, most_tokens) if most_tokens else num_tokens
+    return -(-held // BLOCK_SIZE)
+
+
 def concurrency_table(
-    num_blocks: int, max_model_len: int, lengths: Sequence[int] = (512, 2048, 8192, 32768, 131072)
+    num_blocks: int,
+    max_model_len: int,
+    lengths: Sequence[int] = (512, 2048, 8192, 32768, 131072),
+    most_tokens: int = 0,
 ) -> list[tuple[int, int]]:
-    """(context length, requests of that length that fit at once): `lengths` below the maximum, and the maximum."""
+    """(context length, requests of that length that fit at once): `lengths` below the maximum, and the maximum.
+
+    most_tokens: as of `request_blocks`.
+    """
     chosen = [length for length in lengths if length < max_model_len] + [max_model_len]
-    return [(length, num_blocks // -(-length // BLOCK_SIZE)) for length in chosen]
+    return [(length, num_blocks // request_blocks(length, most_tokens)) for length in chosen]

@@ -15,6 +15,7 @@ import torch
 
 from kvd import __version__
 from kvd.cache.eviction import POLICIES
+from kvd.cache.fitting import choice_of, kv_dtypes_of, shape_of
 from kvd.cache.manager import CacheManager
 from kvd.cache.store import Arena, allocate_cache
 from kvd.config import Config
@@ -37,11 +38,12 @@ from kvd.engine.memory_budget import (
 from kvd.engine.runner import Runner, RunnerObserver
 from kvd.engine.sessions import Sessions
 from kvd.errors import ConfigError
+from kvd.geometry import Geometry
 from kvd.model.decoder import Decoder
 from kvd.model.files import ModelFiles
 from kvd.model.loading import load_weights
 from kvd.model.progress import Progress
-from kvd.model.spec import ModelSpec
+from kvd.model.spec import ModelSpec, resolved_kv_dtype
 from kvd.model.weights import ModelWeights
 from kvd.scheduler.scheduler import Rates, Scheduler, SchedulerConfig
 from kvd.views import EngineInfo, MemoryBudget
@@ -89,11 +91,10 @@ def wire_engine(
     watch: WatchDevice | None = None,
 ) -> Engine:
     """`build_engine` behind the choice of a backend. load: delivers the weights, which nobody else should keep."""
-    limits = Limits(
+    limits = Limits.of(
         ops.default_step_tokens if config.max_num_batched_tokens is None else config.max_num_batched_tokens,
         AUTO_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs,
     )
-    limits = Limits(max(limits.max_tokens, limits.max_seqs), limits.max_seqs)
     kv_format = spec.kv_format(config.kv_cache_dtype)
     if config.kv_cache_dtype.startswith("fp8") and ops.arithmetic == "a8":
         raise ConfigError(f"kv_cache_dtype: {config.kv_cache_dtype} {FP8_NEEDS_GPU}")
@@ -184,7 +185,7 @@ def wire_engine(
         quantization=spec.quantization,
         backend=ops.label,
         device=str(ops.device),
-        kv_cache_dtype="int8" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=resolved_kv_dtype(config.kv_cache_dtype),
         max_model_len=pool.max_model_len,
         max_num_seqs=limits.max_seqs,
         max_num_batched_tokens=limits.max_tokens,
@@ -193,6 +194,15 @@ def wire_engine(
         budget=budget,
         created=int(time.time()),
         version=__version__,
+        geometry=Geometry(
+            shape_of(spec),
+            room,
+            weight_bytes,
+            demand.element_bytes,
+            demand.scratch_bytes,
+            kv_dtypes_of(ops.arithmetic),
+            choice_of(config, limits, room.setting),
+        ),
     )
     manager = CacheManager(
         num_blocks=(pool.num_blocks,) * len(kv_format.groups),

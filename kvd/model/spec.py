@@ -6,7 +6,7 @@ A `ModelSpec` describes what one generic decoder computes: pre-norm blocks of at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvd_kernels.kv_format import ElementType, KVFormat, LayerFormat, build_kv_format
 
@@ -51,27 +51,52 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     quantization: str
 
-    def kv_format(self, kv_cache_dtype: str, compute_dtype: ElementType = "fp16") -> KVFormat:
-        """The cache format under a resolved `kv_cache_dtype`.
+    def kv_format(self, kv_cache_dtype: str) -> KVFormat:
+        """See `kv_format_of`."""
+        return kv_format_of(self, kv_cache_dtype)
 
-        "int8" is symmetric int8 with its remedies (Hadamard rotation, bias-free keys where there is a key bias);
-        "int8_plain" is the same without them, for measurements only; "fp16" and "bf16" store 16 bits.
-        """
-        if kv_cache_dtype == "auto":
-            kv_cache_dtype = "int8"
-        if kv_cache_dtype in ("int8", "int8_plain"):
-            remedied = kv_cache_dtype == "int8"
-            layer = LayerFormat(
-                self.num_kv_heads,
-                self.head_dim,
-                "int8",
-                "int8",
-                rotated=remedied,
-                bias_free=remedied and self.qkv_bias,
-            )
-        elif kv_cache_dtype in ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"):
-            element: ElementType = kv_cache_dtype  # type: ignore[assignment]
-            layer = LayerFormat(self.num_kv_heads, self.head_dim, element, element)
-        else:
-            raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r}")
-        return build_kv_format((window, layer) for window in self.windows)
+
+class KVShape(Protocol):
+    """What of a model's shape decides the format of its KV cache."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def qkv_bias(self) -> bool: ...
+
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+
+
+def resolved_kv_dtype(kv_cache_dtype: str) -> str:
+    """What the setting `kv_cache_dtype` stands for: auto is int8."""
+    return "int8" if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def kv_format_of(shape: KVShape, kv_cache_dtype: str) -> KVFormat:
+    """The cache format under a `kv_cache_dtype`.
+
+    "int8" is symmetric int8 with its remedies (Hadamard rotation, bias-free keys where there is a key bias);
+    "int8_plain" is the same without them, for measurements only; "fp16" and "bf16" store 16 bits.
+    """
+    kv_cache_dtype = resolved_kv_dtype(kv_cache_dtype)
+    if kv_cache_dtype in ("int8", "int8_plain"):
+        remedied = kv_cache_dtype == "int8"
+        layer = LayerFormat(
+            shape.num_kv_heads,
+            shape.head_dim,
+            "int8",
+            "int8",
+            rotated=remedied,
+            bias_free=remedied and shape.qkv_bias,
+        )
+    elif kv_cache_dtype in ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"):
+        element: ElementType = kv_cache_dtype  # type: ignore[assignment]
+        layer = LayerFormat(shape.num_kv_heads, shape.head_dim, element, element)
+    else:
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r}")
+    return build_kv_format((window, layer) for window in shape.windows)
