@@ -200,6 +200,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "convert": _convert,
     "eval": _eval,
     "bench": _tool("bench"),
+    "profile": _tool("profile"),
     "version": _version,
 }
 

@@ -12,6 +12,7 @@ usage: kvd [serve] [MODEL] [-c FILE] [flags]   serve a model over HTTP
        kvd convert SRC DST                     make a 4-bit AWQ directory of a 16-bit model
        kvd eval MODEL                          measure perplexity and what the KV format costs
        kvd bench [--url A] [--against B]       measure endpoints over HTTP
+       kvd profile [URL]                       measure memory and latency by context
        kvd version                             print the version
 
 `kvd COMMAND --help` explains each. Without a command, kvd serves.
@@ -128,6 +129,42 @@ Without --url, kvd itself is started with the flags that are given, and stopped 
       Draw bars of the loads, and the curve of the sweep with its knee.
 """
 
+PROFILE_USAGE = """\
+usage: kvd profile [URL] [--model NAME] [--key KEY] [flags]
+       kvd profile MODEL [-c FILE] [flags of `kvd serve`] [flags]
+
+Measure what one request takes, by the length of its context: bytes of the KV cache, time to first token cold and warm,
+time between tokens, and what each token more adds to them. With a MODEL, or a flag of `kvd serve`, kvd itself is
+started, and stopped afterwards.
+
+  URL
+      Base URL of a server that runs, with or without /v1 (default: http://127.0.0.1:8000).
+  --model NAME
+      What to ask it for (default: the first that /v1/models lists).
+  --key KEY
+      Also KVD_API_KEY in the environment.
+  --allow-remote
+      Allow a server on another machine.
+  --kv-cache-dtype TYPE,…
+      Start kvd with one KV format after the other, and show them side by side.
+  --lengths N,…
+      Tokens of the contexts, prompt and answer together (default: 256,2048,8192). What does not fit is left out.
+  --tokens N
+      Length of every answer (default: 32 tokens).
+  --runs N
+      Counted runs of every length (default: 5); a warm-up comes before them.
+  --timeout SECONDS
+      Longest wait for the next bytes of an answer (default: 600).
+  --prompt-seed N
+      Make the same prompts as another profile; its --json has the seed (default: new ones).
+  --compare OLD.json
+      Say what has changed since an earlier --json, and whether that is more than noise.
+  --json FILE
+      Write everything, raw samples included, as one JSON object; - is stdout, and the table goes to stderr.
+  --picture FILE.svg
+      Draw memory and latency against tokens.
+"""
+
 VERSION_USAGE = """\
 usage: kvd version
 
@@ -143,5 +180,6 @@ USAGES: Mapping[str, str] = {
     "convert": CONVERT_USAGE,
     "eval": EVAL_USAGE,
     "bench": BENCH_USAGE,
+    "profile": PROFILE_USAGE,
     "version": VERSION_USAGE,
 }

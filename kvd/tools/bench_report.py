@@ -68,9 +68,9 @@ class Report:
     def lines(self) -> list[str]:
         """The table, at most WIDTH columns wide."""
         lines = [
-            *_wrapped(f"kvd bench {self.kvd_version}, {self.started}: {self.what_is_shown}"),
-            *_wrapped(machine_line(self.machine)),
-            *(line for side in self.sides for line in _wrapped(side.line)),
+            *wrapped(f"kvd bench {self.kvd_version}, {self.started}: {self.what_is_shown}"),
+            *wrapped(machine_line(self.machine)),
+            *(line for side in self.sides for line in wrapped(side.line)),
         ]
         plain = [result for result in self.results if result.load.group not in ("sweep", "documents")]
         for unit, title in (("tok/s", "tokens per second"), ("ms", "time to first token, ms")):
@@ -89,16 +89,16 @@ class Report:
                 rows = [self._marked(row) for row in rows]
             lines += self._table(title, rows)
         if sweep:
-            lines += _wrapped(f"* knee: the smallest concurrency that reaches {KNEE_SHARE:.0%} of the highest rate")
+            lines += wrapped(f"* knee: the smallest concurrency that reaches {KNEE_SHARE:.0%} of the highest rate")
         for result in self.result_of("documents"):
             title = f"documents: {NUM_REQUESTS} requests, {CONCURRENCY} at once, {NUM_DOCUMENTS} texts"
             rows = [
                 (f"{metric.label}, {metric.unit}" if metric.unit else metric.label, *self._cells(result, metric.name))
                 for metric in result.load.metrics
             ]
-            lines += ["", *_wrapped(title), *self._table("", rows)[1:]]
+            lines += ["", *wrapped(title), *self._table("", rows)[1:]]
         if self.notes:
-            lines += ["", *(line for note in self.notes for line in _wrapped(note))]
+            lines += ["", *(line for note in self.notes for line in wrapped(note))]
         return lines
 
     def _cells(self, result: LoadResult, metric: str) -> list[str]:
@@ -172,7 +172,8 @@ def _line(first: int, widths: Sequence[int], label: str, cells: Sequence[str]) -
     return " ".join([f"{label:<{first}}", *right]).rstrip()
 
 
-def _wrapped(text: str) -> list[str]:
+def wrapped(text: str) -> list[str]:
+    """Lines of at most WIDTH columns."""
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -208,11 +209,12 @@ def _run_dict(run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 6),
         "client_cpu_seconds": round(run.client_cpu_seconds, 6),
         "values": dict(run.sample.values),
-        "answers": [_answer_dict(answer, start) for answer in run.sample.answers],
+        "answers": [answer_dict(answer, start) for answer in run.sample.answers],
     }
 
 
-def _answer_dict(answer: Answer, start: float) -> dict[str, Any]:
+def answer_dict(answer: Answer, start: float) -> dict[str, Any]:
+    """Times count from `start`, in seconds."""
     return {
         "sent": round(answer.sent - start, 6),
         "arrivals": [round(arrival - start, 6) for arrival in answer.arrivals],
