@@ -73,6 +73,13 @@ class ServerConfig:
         "Most bytes of bodies of all requests that are being answered; a body beyond that is refused with 503.",
         origin="kvd",
     )
+    show_prompts: bool = setting(
+        False,
+        Boolean(),
+        "Server",
+        "Hand prompt text out at /kvd/reveal, to whoever has a key; the dashboard of this process always can.",
+        origin="kvd",
+    )
     dashboard: bool | None = setting(
         None,
         Boolean(has_auto=True),

@@ -9,7 +9,8 @@ from aiohttp import web
 
 from kvd.errors import RequestError
 from kvd.observe.event_log import EventLog
-from kvd.server import cache_control, control, messages_api, operations, responses_api
+from kvd.observe.local_console import Examiner, LocalConsole
+from kvd.server import cache_control, control, insight_routes, messages_api, operations, responses_api
 from kvd.server.bodies import BodyBudget
 from kvd.server.chat import chat_completions
 from kvd.server.completions import completions
@@ -41,9 +42,16 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/kvd/requests", control.list_requests),
     ("POST", "/kvd/requests/{request_id}/abort", control.abort_request),
     ("POST", "/kvd/requests/{request_id}/keep", cache_control.keep_turn),
+    ("GET", "/kvd/requests/{request_id}/timeline", insight_routes.timeline),
+    ("GET", "/kvd/timelines", insight_routes.timelines),
+    ("GET", "/kvd/blocks", insight_routes.block_map),
+    ("GET", "/kvd/doctor", insight_routes.doctor),
+    ("GET", "/kvd/reveal/{name}", insight_routes.reveal),
+    ("GET", "/kvd/log", insight_routes.log),
     ("GET", "/kvd/cache/prefixes", cache_control.list_prefixes),
     ("POST", "/kvd/cache/pin", cache_control.pin),
     ("POST", "/kvd/cache/unpin", cache_control.unpin),
+    ("POST", "/kvd/cache/drop", cache_control.drop),
     ("POST", "/kvd/cache/reset", cache_control.reset),
     ("POST", "/kvd/sessions/{name}/save", cache_control.save_session),
     ("POST", "/kvd/sessions/{name}/restore", cache_control.restore_session),
@@ -52,9 +60,18 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 
 def build_app(
-    engine: GenerationEngine, text: TextModel, *, config: ServerSettings, event_log: EventLog | None = None
+    engine: GenerationEngine,
+    text: TextModel,
+    *,
+    config: ServerSettings,
+    event_log: EventLog | None = None,
+    doctor: Examiner | None = None,
 ) -> web.Application:
-    """The application for one engine; run it with `kvd.server.lifecycle.serve`."""
+    """The application for one engine; run it with `kvd.server.lifecycle.serve`.
+
+    doctor: what was told of every admission; without one /kvd/doctor is a 404.
+    """
+    event_log = event_log or EventLog()
     app = web.Application(middlewares=[boundary], client_max_size=config.max_body_bytes)
     app[STATE] = ServerState(
         engine=engine,
@@ -63,7 +80,8 @@ def build_app(
         guard=Guard(config),
         limits=Limits(config.max_waiting),
         bodies=BodyBudget(config.max_body_bytes_in_flight),
-        event_log=event_log or EventLog(),
+        event_log=event_log,
+        console=LocalConsole(engine, event_log, doctor, text.decode),
         grammars=text.open_grammars(end_token_ids=config.end_token_ids, num_logits=engine.info.vocab_size),
     )
     for method, path, handler in ROUTES:

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from kvd.errors import RequestError
 from kvd.server.prompts import read_request
+from kvd.server.query import query_integer
 from kvd.server.responses import invalid, json_response, short
 from kvd.server.state import STATE, ServerState
-from kvd.server.validation import check_range
 
 DEFAULT_PREFIXES = 50
 MAX_PREFIXES = 1000
@@ -32,11 +32,8 @@ class ChainRequest(msgspec.Struct, kw_only=True):
 async def list_prefixes(request: web.Request) -> web.Response:
     """The cached chains that were found most often, the pinned ones first."""
     state = request.app[STATE]
-    text = request.query.get("limit", str(DEFAULT_PREFIXES))
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise invalid("limit", f"'limit' must be a whole number, not '{short(text)}'")
-    check_range("limit", int(text), 1, MAX_PREFIXES)
-    return json_response({"prefixes": await state.engine.prefixes(int(text))})
+    limit = query_integer(request, "limit", DEFAULT_PREFIXES, 1, MAX_PREFIXES)
+    return json_response({"prefixes": await state.engine.prefixes(limit)})
 
 
 async def pin(request: web.Request) -> web.Response:
@@ -61,6 +58,20 @@ async def unpin(request: web.Request) -> web.Response:
         raise _not_found(f"'{short(body.chain, 80)}' is not pinned")
     state.event_log.add("info", "unpin", f"{short(body.chain, 80)} unpinned by an operator")
     return json_response({"chain": body.chain, "unpinned": True})
+
+
+async def drop(request: web.Request) -> web.Response:
+    """Forget a chain, as far as nobody uses, shares or has pinned it."""
+    state = request.app[STATE]
+    body = await read_request(request, state, ChainRequest)
+    num_blocks = await state.engine.drop_prefix(_one_chain(state, body.chain))
+    if not num_blocks:
+        raise _not_found(
+            f"nothing of '{short(body.chain, 80)}' can be dropped: it is not in the KV cache, or all of its blocks are "
+            "in use, shared or pinned"
+        )
+    state.event_log.add("info", "drop", f"{num_blocks} blocks of {short(body.chain, 80)} dropped by an operator")
+    return json_response({"chain": body.chain, "dropped_blocks": num_blocks})
 
 
 async def keep_turn(request: web.Request) -> web.Response:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvd.core import FinishReason, Request, TokenEvent
-from kvd.views import Control, EngineInfo, SnapshotSource
+from kvd.observe.local_console import ConsoleEngine
+from kvd.views import EngineInfo
 
 
 class TokenStream(Protocol):
@@ -26,7 +27,7 @@ class TokenStream(Protocol):
         ...
 
 
-class GenerationEngine(SnapshotSource, Control, Protocol):
+class GenerationEngine(ConsoleEngine, Protocol):
     """The engine's façade."""
 
     @property

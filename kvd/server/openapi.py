@@ -16,9 +16,11 @@ import msgspec
 from aiohttp import web
 
 from kvd import __version__
+from kvd.server import insight_routes as insight
 from kvd.server.cache_control import DEFAULT_PREFIXES, MAX_PREFIXES, ChainRequest
 from kvd.server.chat_types import ChatRequest
 from kvd.server.completion_types import CompletionRequest
+from kvd.server.control import SNAPSHOT_SECONDS
 from kvd.server.messages_types import CountTokensRequest, MessagesRequest
 from kvd.server.openapi_rules import add_rules
 from kvd.server.operations import DetokenizeRequest, TokenizeRequest
@@ -59,6 +61,11 @@ def _generation(summary: str, body: type) -> Operation:
     return Operation(summary, body, answers=(JSON, EVENTS), errors=_GENERATED, prefix="/v1")
 
 
+def _whole(name: str, low: int, high: int, default: int) -> dict[str, dict[str, Any]]:
+    """A query parameter that is a whole number."""
+    return {name: {"type": "integer", "minimum": low, "maximum": high, "default": default}}
+
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/chat/completions"): _generation("Answer a conversation", ChatRequest),
     ("POST", "/completions"): _generation("Continue a text", CompletionRequest),
@@ -75,18 +82,34 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/tokenize"): Operation("Text or messages to token ids", TokenizeRequest, errors=(404,)),
     ("POST", "/detokenize"): Operation("Token ids to text", DetokenizeRequest, errors=(404,)),
     ("GET", "/kvd/snapshot"): Operation("The engine's state"),
-    ("GET", "/kvd/events"): Operation("Snapshots and the event log, without end", answers=(EVENTS,)),
+    ("GET", "/kvd/events"): Operation(
+        "Snapshots and the event log, without end",
+        answers=(EVENTS,),
+        query={"interval": {"type": "number", "minimum": SNAPSHOT_SECONDS[0], "maximum": SNAPSHOT_SECONDS[1]}},
+    ),
     ("GET", "/kvd/requests"): Operation("The request table"),
     ("POST", "/kvd/requests/{request_id}/abort"): Operation("End a request", errors=(404,)),
     ("POST", "/kvd/requests/{request_id}/keep"): Operation("Keep the blocks of a turn that ended", errors=(404, 409)),
+    ("GET", "/kvd/requests/{request_id}/timeline"): Operation("What became of a request", errors=(404,)),
+    ("GET", "/kvd/timelines"): Operation(
+        "The requests that ended last", query=_whole("limit", 1, insight.MAX_TIMELINES, insight.DEFAULT_TIMELINES)
+    ),
+    ("GET", "/kvd/blocks"): Operation(
+        "What the blocks of the KV cache hold",
+        query=_whole("cells", 1, insight.MAX_CELLS, insight.DEFAULT_CELLS) | _whole("group", 0, insight.MAX_GROUPS, 0),
+        errors=(404,),
+    ),
+    ("GET", "/kvd/doctor"): Operation("Why prompts missed the cache, and what to change", errors=(404,)),
+    ("GET", "/kvd/reveal/{name}"): Operation("Prompt text behind a prefix or a miss", errors=(404,)),
+    ("GET", "/kvd/log"): Operation(
+        "The newest events of the log", query=_whole("limit", 1, insight.MAX_LOG_EVENTS, insight.DEFAULT_LOG_EVENTS)
+    ),
     ("GET", "/kvd/cache/prefixes"): Operation(
-        "Cached chains of blocks",
-        query={
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PREFIXES, "default": DEFAULT_PREFIXES},
-        },
+        "Cached chains of blocks", query=_whole("limit", 1, MAX_PREFIXES, DEFAULT_PREFIXES)
     ),
     ("POST", "/kvd/cache/pin"): Operation("Hold a chain in the cache", ChainRequest, errors=(404, 409)),
     ("POST", "/kvd/cache/unpin"): Operation("Let a pinned chain go", ChainRequest, errors=(404, 409)),
+    ("POST", "/kvd/cache/drop"): Operation("Forget a chain", ChainRequest, errors=(404, 409)),
     ("POST", "/kvd/cache/reset"): Operation("Drop what is cached"),
     ("POST", "/kvd/sessions/{name}/save"): Operation("Write a chain to a file", ChainRequest, errors=(404, 409)),
     ("POST", "/kvd/sessions/{name}/restore"): Operation("Read a chain from a file", errors=(404, 409)),

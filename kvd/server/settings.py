@@ -37,7 +37,8 @@ class ServerSettings:
     max_waiting          how many requests the engine lets wait; limits of keys are parts of it
     body_timeout_seconds how long a client may take to send a body
     keepalive_seconds    an SSE comment is sent when nothing else was for so long
-    snapshot_seconds     interval of the snapshots on /kvd/events
+    snapshot_seconds     interval of the snapshots on /kvd/events, unless a reader asks for another
+    show_prompts         whether /kvd/reveal hands prompt text out
     inline_characters    longer texts are tokenized in a worker thread
     shutdown_seconds     how long open connections are waited for at the very end, after the drain
     """
@@ -57,5 +58,6 @@ class ServerSettings:
     body_timeout_seconds: float = 120.0
     keepalive_seconds: float = 15.0
     snapshot_seconds: float = 0.5
+    show_prompts: bool = False
     inline_characters: int = 4000
     shutdown_seconds: float = 2.0

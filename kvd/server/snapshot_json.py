@@ -7,7 +7,8 @@ fields are skipped, so that an older reader understands a newer server.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import msgspec
 
@@ -15,6 +16,7 @@ from kvd.views import Histogram, LogEvent, Snapshot
 
 _SNAPSHOTS = msgspec.json.Decoder(Snapshot)
 _LOG_EVENTS = msgspec.json.Decoder(LogEvent)
+_HISTOGRAMS = tuple(field.name for field in fields(Snapshot) if field.type == "dict[str, Histogram]")
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
@@ -24,13 +26,13 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 
 def snapshot_for_json(snapshot: Snapshot) -> Snapshot:
     """The same snapshot in a form that JSON can say."""
-    return replace(snapshot, histograms={name: _finite(item) for name, item in snapshot.histograms.items()})
+    return replace(snapshot, **{field: _each(_finite, getattr(snapshot, field)) for field in _HISTOGRAMS})
 
 
 def decode_snapshot(data: bytes | str) -> Snapshot:
     """The inverse of `encode_snapshot`; raises `msgspec.ValidationError` or `DecodeError` on anything else."""
     snapshot = _SNAPSHOTS.decode(data)
-    return replace(snapshot, histograms={name: _complete(item) for name, item in snapshot.histograms.items()})
+    return replace(snapshot, **{field: _each(_complete, getattr(snapshot, field)) for field in _HISTOGRAMS})
 
 
 def encode_log_event(event: LogEvent) -> bytes:
@@ -40,6 +42,10 @@ def encode_log_event(event: LogEvent) -> bytes:
 def decode_log_event(data: bytes | str) -> LogEvent:
     """The inverse of `encode_log_event`."""
     return _LOG_EVENTS.decode(data)
+
+
+def _each(change: Callable[[Histogram], Histogram], histograms: dict[str, Histogram]) -> dict[str, Histogram]:
+    return {name: change(histogram) for name, histogram in histograms.items()}
 
 
 def _finite(histogram: Histogram) -> Histogram:

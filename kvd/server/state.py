@@ -15,6 +15,7 @@ from aiohttp import web
 from kvd.core import Request
 from kvd.errors import RequestError, ServerOverloaded
 from kvd.observe.event_log import EventLog
+from kvd.observe.local_console import LocalConsole
 from kvd.observe.metrics import MetricsExporter
 from kvd.server.bodies import BodyBudget
 from kvd.server.guard import Guard
@@ -42,6 +43,7 @@ class ServerState:
     limits: Limits
     bodies: BodyBudget
     event_log: EventLog
+    console: LocalConsole
     grammars: GrammarCompiler
     metrics: MetricsExporter = field(default_factory=MetricsExporter)
     is_draining: bool = False

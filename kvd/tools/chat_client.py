@@ -91,15 +91,20 @@ class ChatEndpoint:
                     raise ChatFailed(await _explain(response))
                 yield response
         except aiohttp.ClientConnectorError as error:
-            number = error.os_error.errno
-            # The numbers of name look-ups are negative, and no system errors.
-            is_known = number is not None and number > 0
-            reason = os.strerror(number or 0) if is_known else error.os_error.strerror or str(error.os_error)
+            reason = connect_problem(error)
             raise ChatFailed(f"nothing answers at {self.root}: {reason}; is kvd running? (--url)") from None
         except TimeoutError:
             raise ChatFailed(f"no answer from {self.root} for {SILENCE_SECONDS:.0f} s") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise ChatFailed(f"{self.root}: {type(error).__name__}: {error}") from None
+
+
+def connect_problem(error: aiohttp.ClientConnectorError) -> str:
+    """Why no connection could be made, in a few words."""
+    number = error.os_error.errno
+    # The numbers of name look-ups are negative, and no system errors.
+    is_known = number is not None and number > 0
+    return os.strerror(number or 0) if is_known else error.os_error.strerror or str(error.os_error)
 
 
 def _read_chunk(data: bytes) -> list[Delta]:

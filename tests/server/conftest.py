@@ -20,6 +20,7 @@ from kvd.server.app import build_app
 from kvd.server.lifecycle import RunningServer, serve
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
+from tests.server.fake_insight import FakeDoctor
 from tests.server.fakes import END, IM_END, FakeEngine, build_text_model
 
 
@@ -124,7 +125,8 @@ async def start_server(text_model: TextModel) -> AsyncIterator[StartServer]:
         settings.setdefault("end_token_ids", frozenset({END, IM_END}))
         settings.setdefault("shutdown_seconds", 0.2)
         engine, event_log = FakeEngine(text), EventLog()
-        app = build_app(engine, text, config=ServerSettings(**settings), event_log=event_log)
+        config = ServerSettings(**settings)
+        app = build_app(engine, text, config=config, event_log=event_log, doctor=FakeDoctor())
         server = await serve(app, "127.0.0.1", 0)
         harnesses.append(Harness(engine, server, aiohttp.ClientSession(), event_log))
         return harnesses[-1]

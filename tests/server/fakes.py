@@ -22,6 +22,7 @@ from kvd.errors import RequestError, SessionError
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
 from kvd.text.text_model import TextModel
 from kvd.views import Counters, EngineInfo, MemoryBudget, PrefixView, RequestView, SessionInfo, Snapshot, StepMix
+from tests.server.fake_insight import InsightOfEngine
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 BEGIN, END, IM_START, IM_END = range(256, 260)
@@ -87,7 +88,7 @@ def build_info(**changes: object) -> EngineInfo:
     return replace(info, **changes)  # type: ignore[arg-type]
 
 
-class FakeEngine:
+class FakeEngine(InsightOfEngine):
     """Answers every request alike; implements the server's `GenerationEngine`.
 
     reply           text of every answer; then the end token
@@ -102,6 +103,7 @@ class FakeEngine:
     """
 
     def __init__(self, text: TextModel, **info: object) -> None:
+        super().__init__()
         self.info = build_info(**info)
         self.text = text
         self.reply = "Hello world"
@@ -167,6 +169,12 @@ class FakeEngine:
         was_pinned = chain in self.pinned
         self.pinned.discard(chain)
         return was_pinned
+
+    async def drop_prefix(self, chain: str) -> int:
+        if chain in self.pinned:
+            return 0
+        self.dropped.append(chain)
+        return self.chains.pop(chain, 0)
 
     async def keep_turn(self, request_id: str) -> int:
         self.kept.append(request_id)

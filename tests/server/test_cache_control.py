@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvd.config_keys import ApiKey
 from kvd.server.state import MAX_RECENT_CHOICES, STATE
+from kvd.views import PrefixView
 from tests.server.conftest import USER, Harness, StartServer
 
 CHAIN = "ab" * 16
@@ -17,6 +19,7 @@ ROUTES = [
     ("GET", "/kvd/cache/prefixes"),
     ("POST", "/kvd/cache/pin"),
     ("POST", "/kvd/cache/unpin"),
+    ("POST", "/kvd/cache/drop"),
     ("POST", "/kvd/cache/reset"),
     ("POST", "/kvd/requests/some-id/keep"),
     ("POST", "/kvd/sessions/name/save"),
@@ -51,6 +54,7 @@ async def test_routes_need_the_key_and_refuse_foreign_pages(start_server: StartS
     assert (await harness.call(method, path, {"chain": CHAIN}, headers=headers))[0] == 403
     assert harness.engine.num_resets == 0
     assert not harness.engine.pinned
+    assert not harness.engine.dropped
     assert not harness.engine.kept
     assert not harness.engine.sessions
 
@@ -65,9 +69,9 @@ async def test_prefixes_are_listed_pinned_ones_first(harness: Harness) -> None:
         {"chain": request_id, "pinned_blocks": 3},
     )
     _, answer = await harness.call("GET", "/kvd/cache/prefixes")
-    assert answer["prefixes"] == [
-        {"prefix_id": request_id, "num_tokens": 48, "num_hits": 2, "is_pinned": True, "is_active": False},
-        {"prefix_id": CHAIN, "num_tokens": 80, "num_hits": 2, "is_pinned": False, "is_active": False},
+    assert msgspec.convert(answer["prefixes"], list[PrefixView]) == [
+        PrefixView(request_id, 48, 2, is_pinned=True, is_active=False),
+        PrefixView(CHAIN, 80, 2, is_pinned=False, is_active=False),
     ]
     _, answer = await harness.call("GET", "/v1/kvd/cache/prefixes?limit=1")
     assert [view["prefix_id"] for view in answer["prefixes"]] == [request_id]

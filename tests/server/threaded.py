@@ -13,6 +13,7 @@ from kvd.server.app import build_app
 from kvd.server.lifecycle import serve
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
+from tests.server.fake_insight import FakeDoctor
 from tests.server.fakes import END, IM_END, FakeEngine
 
 OpenServer = Callable[[], AbstractAsyncContextManager[str]]
@@ -52,7 +53,8 @@ async def fake_server(text: TextModel, **settings: object) -> AsyncIterator[str]
     """The real application in front of the fake engine."""
     engine = FakeEngine(text)
     chosen = {"end_token_ids": frozenset({END, IM_END}), "shutdown_seconds": 0.2, **settings}
-    server = await serve(build_app(engine, text, config=ServerSettings(**chosen)), "127.0.0.1", 0)  # type: ignore[arg-type]
+    app = build_app(engine, text, config=ServerSettings(**chosen), doctor=FakeDoctor())  # type: ignore[arg-type]
+    server = await serve(app, "127.0.0.1", 0)
     try:
         yield server.url
     finally:
