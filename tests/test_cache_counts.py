@@ -87,7 +87,7 @@ class Server:
 
     async def counters(self) -> Any:
         """As of now; a snapshot is up to 50 ms old."""
-        return await self.engine._ask(self.engine._scheduler.counters)
+        return await self.engine._inbox.ask(self.engine._scheduler.counters)
 
 
 @asynccontextmanager
