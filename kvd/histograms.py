@@ -44,6 +44,20 @@ BUCKET_BOUNDS: dict[str, tuple[float, ...]] = {
 }
 """Histogram name, as in `Snapshot.histograms`, to the upper bounds of its buckets, rising."""
 
+_BLOCK_SECONDS = (
+    0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0, 14400.0, 43200.0,
+    86400.0,
+)  # fmt: skip
+
+CACHE_BUCKET_BOUNDS: dict[str, tuple[float, ...]] = {
+    "block_lifetime_seconds": _BLOCK_SECONDS,
+    "block_idle_before_eviction_seconds": _BLOCK_SECONDS,
+    "block_reuse_gap_seconds": _BLOCK_SECONDS,
+}
+"""The same for `Snapshot.cache_histograms`: of a block that was evicted, the time since it was filled and since it was
+used last; of a block that was found, the time since it was used last. Where gaps are longer than lifetimes, a larger
+cache would have been hit. The bounds are kvd's own."""
+
 
 class HistogramBuilder:
     """Counts observations; the work per observation is one binary search over the bounds."""

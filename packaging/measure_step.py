@@ -67,7 +67,7 @@ class World:
             "idle", ("idle",), "none", "none", "none", "cpu", "int8", longest, 16, MAX_TOKENS, 100, True, budget, 0, ""
         )
         self.engine = Engine(info, self.scheduler, self.runner, log=print)
-        self.engine._loop = asyncio.get_running_loop()
+        self.engine._inbox.open()
         self.engine._state = "ready"
         sampling = SamplingParams(max_tokens=num_steps + WARM_UP_STEPS, temperature=0.7, top_p=0.95)
         self.readers = [
@@ -77,7 +77,7 @@ class World:
 
     def step(self) -> None:
         """What `Engine._run` does in one round."""
-        self.engine._take_commands(0)
+        self.engine._inbox.run_all(0)
         self.engine._step()
         self.engine._publish()
 
@@ -156,7 +156,7 @@ async def parts_of_steps(num_sequences: int, context: int, num_steps: int) -> di
     await world.warm_up()
     parts = Parts()
     engine, runner = world.engine, world.runner
-    parts.wrap(engine, "_take_commands", "take commands")
+    parts.wrap(engine._inbox, "run_all", "take commands")
     parts.wrap(world.scheduler, "expire", "scheduler.expire")
     parts.wrap(world.scheduler, "plan", "scheduler.plan")
     parts.wrap(runner._builder, "fill", "batch fill")

@@ -7,11 +7,11 @@ capacity; holds end soon, and whoever lacks their blocks waits for that.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvd.cache.layer_group import LayerGroup
+from kvd.cache.ledger import SESSION_FILE
 from kvd.cache.lower_tiers import LowerTiers
 from kvd.cache.prefix_index import IndexedBlock
 from kvd.core import BLOCK_SIZE
@@ -112,9 +112,10 @@ class Chains:
         elif group.pool.num_available > group.pool.num_blocks // 8:
             parent = group.index.find(parent_key)
             depth = 0 if parent is None else parent.depth + 1
-            block_id = group.take()
+            group.ledger.tick()
+            block_id = group.take(group.ledger.owner(SESSION_FILE))
             self._tiers.overwrite(group_id, block_id)
-            group.index.insert(block_id, key, parent_key, depth, token_ids)
+            group.index_block(block_id, key, parent_key, depth, token_ids)
             self._tiers.publish(group_id, block_id, key, parent_key, token_ids)
             is_new = True
         else:
@@ -157,25 +158,67 @@ class Chains:
         held = (block for hold in self._pins.values() for group_id, block in hold.blocks if not group_id)
         self._num_pinned = len({block.block_id for block in held})
 
+    def drop(self, key: bytes) -> int:
+        """Drop a chain from its end on, up to a block that is in use or that another chain continues.
+
+        What is dropped from the pool is forgotten in the tiers below too, where nobody waits for it. Returns the blocks
+        that have left the pools, over all groups; with the last block go the incomplete ones behind it.
+        """
+        num_dropped = 0
+        first = self._groups[0]
+        for block in reversed(self.chain_of(key)):
+            if first.index.ends.is_continued(block.key):
+                break
+            if not num_dropped:
+                num_dropped += self._drop_tails(block.key)
+            if not first.drop_cached_leaf(block):
+                break
+            num_dropped += 1
+            for group in self._groups[1:]:
+                known = group.index.find(block.key)
+                num_dropped += known is not None and group.drop_cached_leaf(known)
+            self._tiers.forget(block.key)
+        return num_dropped
+
+    def _drop_tails(self, parent_key: bytes) -> int:
+        num_dropped = 0
+        for group in self._groups:
+            for block in group.index.all_continuations(parent_key):
+                if not block.is_whole and group.drop_cached_leaf(block):
+                    num_dropped += 1
+                    self._tiers.forget(block.key)
+        return num_dropped
+
+    def token_ids(self, key: bytes, limit: int) -> tuple[int, ...]:
+        """The first `limit` token ids of a chain; () if it is not in the pool."""
+        blocks = self.chain_of(key)[: -(-limit // BLOCK_SIZE)]
+        return tuple([token_id for block in blocks for token_id in block.token_ids][:limit])
+
     def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
         """The chains that were found most often, those in use and pinned ones included."""
-        group = self._groups[0]
-        ends = [block for block in group.index if block.is_whole and (block.key in self._pins or self._is_end(block))]
-        best = heapq.nlargest(limit, ends, key=lambda block: (block.key in self._pins, block.num_hits, block.depth))
-        return tuple(
-            PrefixView(
-                block.key.hex(),
-                (block.depth + 1) * BLOCK_SIZE,
-                block.num_hits,
-                block.key in self._pins,
-                group.pool.references(block.block_id) > 0,
-            )
-            for block in best
-        )
+        index = self._groups[0].index
+        pinned = [block for key in self._pins if (block := index.find(key)) is not None]
+        pinned.sort(key=lambda block: (-block.num_hits, -block.depth))
+        best = pinned[:limit]
+        if len(best) < limit:
+            others = [block for block in index.ends.most_found(limit) if block.key not in self._pins]
+            best += others[: limit - len(best)]
+        self._groups[0].ledger.tick()
+        return tuple(map(self._view, best))
 
-    def _is_end(self, block: IndexedBlock) -> bool:
-        """No whole block comes behind this one."""
-        return not self._groups[0].index.has_continuation(block.key)
+    def _view(self, block: IndexedBlock) -> PrefixView:
+        group = self._groups[0]
+        now, records = group.ledger.now, group.records
+        return PrefixView(
+            block.key.hex(),
+            (block.depth + 1) * BLOCK_SIZE,
+            block.num_hits,
+            block.key in self._pins,
+            group.pool.references(block.block_id) > 0,
+            group.ledger.owners.names[records.owner[block.block_id]],
+            now - records.filled[block.block_id],
+            now - group.last_used(block),
+        )
 
     @property
     def pinned(self) -> Iterable[ChainHold]:

@@ -91,6 +91,7 @@ class DiskStore:
         self._folder = folder
         self._log = log
         self._log_bytes = min(_LARGEST_LOG_BYTES, size_bytes // 4)
+        self.num_damaged = 0  # blocks that did not match their checksum
         self._max_pages = (size_bytes - self._log_bytes - _SHARED_INDEX_BYTES) // PAGE_BYTES
         self._open()
 
@@ -199,6 +200,13 @@ class DiskStore:
                 "WHERE group_id = ? AND key = ?",
                 [(clock, clock, _MOST_HITS_THAT_COUNT, worth, group_id, key) for group_id, key in names],
             )
+
+    def remove(self, names: Collection[BlockName]) -> None:
+        """Delete blocks; those that are not there are passed over."""
+        with self._guarded(), self._transaction():
+            rows = "SELECT id FROM block WHERE group_id = ? AND key = ?"
+            self._connection.executemany(f"DELETE FROM payload WHERE id IN ({rows})", names)
+            self._connection.executemany("DELETE FROM block WHERE group_id = ? AND key = ?", names)
 
     def reset(self) -> int:
         """Forget everything, in all processes that use the folder; returns the number of blocks."""
@@ -313,6 +321,7 @@ class DiskStore:
         return max(1, self.num_blocks // 4)
 
     def _delete_damaged(self, row_id: int) -> None:
+        self.num_damaged += 1
         # A row that cannot be deleted now stays a miss, and is deleted when it is next asked for.
         with contextlib.suppress(DiskStoreError), self._guarded(), self._transaction():
             self._connection.execute("DELETE FROM payload WHERE id = ?", (row_id,))

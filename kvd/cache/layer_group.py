@@ -1,7 +1,7 @@
 """Pool, index and eviction policy of one layer group, kept in step. Owner: the engine thread, through `CacheManager`.
 
 Invariants: an indexed block is active or cached, never free; a cached one is always indexed and known to the policy;
-`num_children` of an indexed block counts its children that are cached.
+`num_children` of an indexed block counts its children that are cached. Owner and times of its blocks are noted in here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvd.cache.block_pool import BlockPool
 from kvd.cache.eviction import EvictionPolicy
+from kvd.cache.ledger import OTHERS, EvictionReason, Ledger
 from kvd.cache.prefix_index import IndexedBlock, PrefixIndex, is_beginning
 from kvd.cache.ram_tier import RamTier
 from kvd.core import BLOCK_SIZE
@@ -32,15 +33,18 @@ class PoolGauges:
 class LayerGroup:
     """Layers of equal span. window: tokens that a query sees, itself included; 0: all."""
 
-    __slots__ = ("index", "max_cached", "num_evicted", "policy", "pool", "window")
+    __slots__ = ("index", "ledger", "max_cached", "policy", "pool", "records", "window")
 
-    def __init__(self, num_blocks: int, window: int, policy: EvictionPolicy, max_cached: int | None) -> None:
+    def __init__(
+        self, num_blocks: int, window: int, policy: EvictionPolicy, max_cached: int | None, ledger: Ledger
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(is_flat=window > 0)
         self.policy = policy
         self.window = window
         self.max_cached = num_blocks if max_cached is None else max_cached
-        self.num_evicted = 0
+        self.ledger = ledger
+        self.records = ledger.open(num_blocks)
 
     @property
     def lead(self) -> int:
@@ -51,16 +55,22 @@ class LayerGroup:
         """Number of the first block that a query at `position`, or any after it, sees."""
         return max(0, position - self.window + 1) // BLOCK_SIZE if self.window else 0
 
-    def take(self) -> int:
-        """A block with one reference; evicts a cached one when none is free."""
+    def take(self, owner: int = OTHERS) -> int:
+        """A block with one reference; evicts a cached one when none is free. owner: who is going to fill it."""
         if not self.pool.num_free:
-            self.evict()
-            self.num_evicted += 1
-        return self.pool.take()
+            self.evict("capacity", owner)
+        block_id = self.pool.take()
+        self.records.owner[block_id] = owner
+        return block_id
 
-    def evict(self) -> None:
+    def evict(self, reason: EvictionReason, evicted_for: int = OTHERS) -> None:
         """Turn the cached leaf that the policy names into a free block."""
-        self._free_cached(self.policy.choose())
+        self._free_cached(self.policy.choose(), reason, evicted_for)
+
+    def index_block(self, block_id: int, key: bytes, parent_key: bytes, depth: int, token_ids: tuple[int, ...]) -> None:
+        """Make an active block known: it was filled just now."""
+        self.index.insert(block_id, key, parent_key, depth, token_ids)
+        self.records.filled[block_id] = self.ledger.now
 
     def share(self, key: bytes) -> int:
         """One more reference to the block under a known key."""
@@ -79,31 +89,47 @@ class LayerGroup:
     def release(self, block_id: int) -> None:
         """One reference less; with the last, the block is cached if it is indexed, as far as the cap allows."""
         block = self.index.of_block(block_id)
-        if self.pool.release(block_id, is_indexed=block is not None) and block is not None:
-            if block.parent is not None:
-                block.parent.num_children += 1
-            self.policy.add(block)
-            while self.pool.num_cached > self.max_cached:
-                self.evict()
-                self.num_evicted += 1
+        if not self.pool.release(block_id, is_indexed=block is not None):
+            return
+        if block is None:
+            self.records.owner[block_id] = OTHERS
+            return
+        self.records.used[block_id] = self.ledger.now
+        if block.parent is not None:
+            block.parent.num_children += 1
+        self.policy.add(block)
+        while self.pool.num_cached > self.max_cached:
+            self.evict("cap")
 
     def drop_cached(self) -> int:
         """Free every cached block; how many. In no order: nobody has to be asked whose turn it is."""
         cached = [block for block in self.index if self.pool.state(block.block_id) == "cached"]
         for block in cached:
-            self._free_cached(block)
+            self._free_cached(block, "reset")
         return len(cached)
 
-    def _free_cached(self, block: IndexedBlock) -> None:
+    def drop_cached_leaf(self, block: IndexedBlock) -> bool:
+        """Free a cached block that no cached block continues; False where it is something else."""
+        if self.pool.state(block.block_id) != "cached" or block.num_children:
+            return False
+        self._free_cached(block, "dropped")
+        return True
+
+    def _free_cached(self, block: IndexedBlock, reason: EvictionReason, evicted_for: int = OTHERS) -> None:
+        self.ledger.evicted(self.records, block.block_id, block.key, reason, evicted_for)
+        self._forget(block)
+
+    def _forget(self, block: IndexedBlock) -> None:
         self._uncache(block)
         self.index.remove(block)
         self.pool.drop(block.block_id)
+        self.records.owner[block.block_id] = OTHERS
 
     def drop_tails(self, parent_key: bytes, token_ids: tuple[int, ...]) -> None:
         """Free the cached incomplete blocks that hold a beginning of these tokens: they say nothing more."""
         for block in self.index.continuations(parent_key, token_ids[0]):
             if is_beginning(block.token_ids, token_ids) and self.pool.state(block.block_id) == "cached":
-                self._free_cached(block)
+                self._forget(block)
 
     def keep(self, block: IndexedBlock, until: float) -> None:
         """Let a block be evicted before `until` only when nothing else is left."""
@@ -113,6 +139,11 @@ class LayerGroup:
         block.kept_until = max(block.kept_until, until)
         if is_cached:
             self.policy.add(block)
+
+    def last_used(self, block: IndexedBlock) -> float:
+        """When an indexed block was used last: now, if it is in use."""
+        block_id = block.block_id
+        return self.ledger.now if self.pool.references(block_id) else self.records.used[block_id]
 
     def gauges(self, group_id: int, ram: RamTier) -> PoolGauges:
         pool = self.pool

@@ -87,7 +87,7 @@ class LowerTiers:
         for transfer in plan.saves:
             block = self.ram.at(transfer.group_id, transfer.slot)
             block.is_landed = True
-            if block.key is not None and not block.has_failed:
+            if block.key is not None and not block.has_failed and not block.is_withdrawn:
                 self.num_saved += 1
                 self._store(block, block.key)
             self.ram.release(block)
@@ -117,6 +117,16 @@ class LowerTiers:
         for block in self.ram.continuations(group_id, parent_key, token_ids[0]):
             if is_beginning(block.token_ids, token_ids):
                 self.ram.forget_if_idle(block)
+
+    def forget(self, key: bytes) -> None:
+        """Nobody is to find a block below the pools any more; who has begun to read it may go on."""
+        self._published = [each for each in self._published if each[2] != key]
+        for group_id in range(len(self._groups)):
+            block = self.ram.find(group_id, key)
+            if block is not None:
+                self.ram.withdraw(block)
+            if self._has_slow:
+                self.slow.forget(group_id, key)
 
     def reset(self) -> tuple[int, int]:
         """Forget what nobody holds, in RAM and below; (RAM slots, blocks of the slow tier)."""
@@ -254,6 +264,7 @@ class LowerTiers:
                 if block is not None:
                     self.ram.release(block)
                 in_pool.num_hits += 1
+                group.index.ends.was_hit(in_pool)
                 if step.num_copied < BLOCK_SIZE:
                     self._copies.append(BlockCopy(group_id, in_pool.block_id, own, step.num_copied))
                 else:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
@@ -24,18 +25,17 @@ from kvd.cache.chains import Chains
 from kvd.cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvd.cache.finder import Finder, WorthRestoring
 from kvd.cache.layer_group import LayerGroup, PoolGauges
+from kvd.cache.ledger import Ledger
 from kvd.cache.lower_tiers import LowerTiers
-from kvd.cache.prefix_index import KEY_BYTES, IndexedBlock, KeyChain, tail_key
+from kvd.cache.prefix_index import KEY_BYTES, IndexedBlock, KeyChain
+from kvd.cache.publishing import Publisher
 from kvd.cache.ram_tier import RamTier
-from kvd.cache.sequence import Restore, RestoreStep, SequenceBlocks, Wanted, blocks_for
+from kvd.cache.sequence import PhysicalBlock, Restore, RestoreStep, SequenceBlocks, Wanted, blocks_for
 from kvd.cache.swapping import Swapper
 from kvd.cache.tiers import NoSlowTier, SlowTier
 from kvd.core import BLOCK_SIZE
 
 __all__ = ["KEY_BYTES", "CacheManager", "PhysicalBlock", "PoolGauges", "Refusal", "SequenceBlocks", "blocks_for"]
-
-PhysicalBlock = tuple[int, int]
-"""(group id, block id)"""
 
 
 class Refusal(Enum):
@@ -77,8 +77,9 @@ class CacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_changes = 0  # rises whenever blocks may have become available, or known
         self.key_seed = key_seed
+        self.ledger = Ledger(clock)
         self._groups = tuple(
-            LayerGroup(number, window, make_policy(clock), max_cached_blocks)
+            LayerGroup(number, window, make_policy(clock), max_cached_blocks, self.ledger)
             for number, window in zip(num_blocks, windows, strict=True)
         )
         self.tiers = LowerTiers(
@@ -91,10 +92,11 @@ class CacheManager:
         self._finder = Finder(self._groups, self.tiers)
         self.chains = Chains(self._groups, self.tiers, self.release)
         self._computing: dict[bytes, SequenceBlocks] = {}  # who is about to compute, or restore, which block
+        self._publisher = Publisher(self._groups, self.tiers, self._computing)
 
-    def open(self, salt: str) -> SequenceBlocks:
-        """A sequence without blocks. Sequences share blocks only within one salt."""
-        return SequenceBlocks(len(self._groups), KeyChain(self.key_seed, salt))
+    def open(self, salt: str, client: str = "") -> SequenceBlocks:
+        """A sequence without blocks. Sequences share blocks only within one salt; what it fills is the client's."""
+        return SequenceBlocks(len(self._groups), KeyChain(self.key_seed, salt), client)
 
     def guess_cached(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> int:
         """About how many leading tokens are in the pool: a hint for the order of service."""
@@ -167,15 +169,29 @@ class CacheManager:
             if num_needed + num_spare_blocks > group.pool.num_available:
                 return False
             found.append(blocks)
+        if sequence.counts_hits:
+            self._count_hits(found)
+        owner = self.ledger.owner(sequence.client)
         for group_id, (group, blocks) in enumerate(zip(self._groups, found, strict=True)):
             for block in blocks:
                 if block is not None:
                     group.share_block(block)
-                    block.num_hits += sequence.counts_hits
-            sequence.tables[group_id].extend([group.take() if block is None else block.block_id for block in blocks])
+            table = [group.take(owner) if block is None else block.block_id for block in blocks]
+            sequence.tables[group_id].extend(table)
             sequence.numbers[group_id].extend([number for number, _ in wants[group_id]])
         sequence.note_change()
         return True
+
+    def _count_hits(self, found: Sequence[Sequence[IndexedBlock | None]]) -> None:
+        """Blocks were found; per group, those of the first also by the time at which they were used last."""
+        for blocks in found:
+            for block in blocks:
+                if block is not None:
+                    block.num_hits += 1
+        group, hits = self._groups[0], [block for block in found[0] if block is not None]
+        if hits:
+            group.index.ends.was_hit(hits[-1])
+            self.ledger.hit(Counter(map(group.last_used, hits)))
 
     def _bring_back(self, sequence: SequenceBlocks, num_total: int, num_spare_blocks: int) -> int | Refusal:
         """Blocks for a swapped-out sequence: those that the pool still has, and a restore for the others."""
@@ -210,9 +226,10 @@ class CacheManager:
         for group, numbers in zip(self._groups, sequence.numbers, strict=True):
             if number - numbers[-1] > group.pool.num_available:
                 return False, retired
+        owner = self.ledger.owner(sequence.client)
         for group, table, numbers in zip(self._groups, sequence.tables, sequence.numbers, strict=True):
             for new in range(numbers[-1] + 1, number + 1):
-                table.append(group.take())
+                table.append(group.take(owner))
                 numbers.append(new)
         sequence.note_change()
         return True, retired
@@ -238,33 +255,11 @@ class CacheManager:
         under the same key, the sequence goes over to that one. The blocks it had instead are returned and
         still referenced: the caller hands them to `release` as soon as no step in flight reads them.
         """
-        num_full = num_tokens // BLOCK_SIZE
-        replaced: list[PhysicalBlock] = []
-        if not self.enable_prefix_caching or sequence.has_dropped or num_full <= sequence.num_published:
-            return replaced
-        chain = sequence.chain
-        chain.extend(token_ids, num_tokens)
-        for number in range(sequence.num_published, num_full):
-            key, parent = chain.keys[number], chain.parent_key(number)
-            tokens = tuple(token_ids[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE])
-            for group_id, group in enumerate(self._groups):
-                entry = sequence.entry_of(group_id, number)
-                if entry is None:
-                    continue  # it left its window before its step was committed
-                table = sequence.tables[group_id]
-                known = group.index.find(key)
-                if known is None:
-                    self._index(group_id, table[entry], key, parent, number, tokens)
-                elif known.block_id != table[entry]:
-                    replaced.append((group_id, table[entry]))
-                    table[entry] = group.share(key)
-            if self._computing.get(key) is sequence:
-                del self._computing[key]
-        sequence.num_published = num_full
+        is_new = num_tokens // BLOCK_SIZE > sequence.num_published
+        if not self.enable_prefix_caching or sequence.has_dropped or not is_new:
+            return []
         self.num_changes += 1
-        if replaced:
-            sequence.note_change()
-        return replaced
+        return self._publisher.publish(sequence, token_ids, num_tokens)
 
     def publish_rest(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
         """A sequence has ended, and no step in flight names it: make all of its first `num_tokens` tokens reusable.
@@ -273,27 +268,8 @@ class CacheManager:
         """
         self.release(self.publish(sequence, token_ids, num_tokens))
         number, num_left = divmod(num_tokens, BLOCK_SIZE)
-        is_published = self.enable_prefix_caching and not sequence.has_dropped and sequence.num_published == number
-        if not num_left or not is_published:
-            return
-        parent = sequence.chain.parent_key(number)
-        tail = tuple(token_ids[number * BLOCK_SIZE : num_tokens])
-        for group_id, group in enumerate(self._groups):
-            entry = sequence.entry_of(group_id, number)
-            alike = group.index.continuations(parent, tail[0])
-            if entry is not None and not any(block.token_ids[:num_left] == tail for block in alike):
-                block_id = sequence.tables[group_id][entry]
-                self._index(group_id, block_id, tail_key(parent, tail), parent, number, tail)
-
-    def _index(
-        self, group_id: int, block_id: int, key: bytes, parent: bytes, number: int, token_ids: tuple[int, ...]
-    ) -> None:
-        """Make a block known, and have it saved; what says less than it is given up."""
-        group = self._groups[group_id]
-        group.drop_tails(parent, token_ids)
-        self.tiers.drop_tails(group_id, parent, token_ids)
-        group.index.insert(block_id, key, parent, number, token_ids)
-        self.tiers.publish(group_id, block_id, key, parent, token_ids)
+        if num_left and self.enable_prefix_caching and not sequence.has_dropped and sequence.num_published == number:
+            self._publisher.publish_tail(sequence, token_ids, num_tokens)
 
     # ------------------------------------------------------------------ giving up
 
@@ -332,6 +308,11 @@ class CacheManager:
         num_dropped = sum([group.drop_cached() for group in self._groups])
         self.num_changes += 1
         return num_dropped
+
+    def drop_chain(self, key: bytes) -> int:
+        """`Chains.drop`: how many blocks have left the pools."""
+        self.num_changes += 1
+        return self.chains.drop(key)
 
     def _register(self, sequence: SequenceBlocks, token_ids: Sequence[int], first: int, last: int) -> None:
         """Tell others that this sequence is about to compute or restore blocks `first` … `last` - 1."""
@@ -389,7 +370,7 @@ class CacheManager:
     @property
     def num_evicted_blocks(self) -> int:
         """Cached blocks that had to give way, over all groups, since the start."""
-        return sum(group.num_evicted for group in self._groups)
+        return self.ledger.num_evicted["capacity"] + self.ledger.num_evicted["cap"]
 
     def gauges(self) -> tuple[PoolGauges, ...]:
         return tuple(group.gauges(group_id, self.tiers.ram) for group_id, group in enumerate(self._groups))

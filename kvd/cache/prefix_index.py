@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 
+from kvd.cache.chain_ends import ChainEnds
 from kvd.core import BLOCK_SIZE
 
 KEY_BYTES = 16
@@ -124,6 +125,7 @@ class PrefixIndex:
     def __init__(self, *, is_flat: bool = False) -> None:
         self.is_flat = is_flat
         self._by_key: dict[bytes, IndexedBlock] = {}
+        self.ends = ChainEnds(self._by_key.get)
         self._by_block: dict[int, IndexedBlock] = {}
         # By parent key, then first token; the latest last. Dictionaries, since a beginning may have thousands.
         self._continuations: dict[bytes, dict[int, dict[bytes, IndexedBlock]]] = {}
@@ -176,6 +178,8 @@ class PrefixIndex:
         self._by_key[key] = block
         self._by_block[block_id] = block
         self._continuations.setdefault(parent_key, {}).setdefault(token_ids[0], {})[key] = block
+        if block.is_whole:
+            self.ends.inserted(block)
 
     def remove(self, block: IndexedBlock) -> None:
         del self._by_key[block.key]
@@ -187,16 +191,18 @@ class PrefixIndex:
             del behind[block.token_ids[0]]
             if not behind:
                 del self._continuations[block.parent_key]
+        if block.is_whole:
+            self.ends.removed(block)
 
     def continuations(self, parent_key: bytes, first_token: int) -> Sequence[IndexedBlock]:
         """The latest blocks that continue a chain with a token, the latest first."""
         alike = self._continuations.get(parent_key, {}).get(first_token, {})
         return list(islice(reversed(alike.values()), MAX_CANDIDATES))
 
-    def has_continuation(self, parent_key: bytes) -> bool:
-        """Whether a whole block continues a chain."""
+    def all_continuations(self, parent_key: bytes) -> list[IndexedBlock]:
+        """Every block that continues a chain, whole or not."""
         behind = self._continuations.get(parent_key, {})
-        return any(block.is_whole for alike in behind.values() for block in alike.values())
+        return [block for alike in behind.values() for block in alike.values()]
 
 
 def is_beginning(token_ids: tuple[int, ...], of: tuple[int, ...]) -> bool:

@@ -31,6 +31,7 @@ class RamBlock:
     holds: int = 1
     is_ready: bool = False
     has_failed: bool = False
+    is_withdrawn: bool = False  # nobody is to find it any more, though some still hold it
     is_landed: bool = False  # the bytes are there: the save was run, or the load has ended
 
 
@@ -93,7 +94,7 @@ class RamTier:
         block.holds -= 1
         if block.holds:
             return
-        if block.key is None or block.has_failed or not block.is_ready:
+        if block.key is None or block.has_failed or block.is_withdrawn or not block.is_ready:
             self._forget(block)
         else:
             self._idle[block.group_id][block.slot] = block
@@ -101,6 +102,13 @@ class RamTier:
     def fail(self, block: RamBlock) -> None:
         """What the slot holds is not to be used. Nobody finds it any more; the slot is free when nobody holds it."""
         block.has_failed = True
+        self._unlink(block)
+        if not block.holds:
+            self._forget(block)
+
+    def withdraw(self, block: RamBlock) -> None:
+        """Nobody is to find a block any more; those that hold it may go on, and the slot is free after them."""
+        block.is_withdrawn = True
         self._unlink(block)
         if not block.holds:
             self._forget(block)

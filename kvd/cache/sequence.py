@@ -13,6 +13,9 @@ from kvd.cache.prefix_index import KeyChain
 from kvd.cache.ram_tier import RamBlock
 from kvd.core import BLOCK_SIZE
 
+PhysicalBlock = tuple[int, int]
+"""(group id, block id)"""
+
 Wanted = list[tuple[int, bytes | None]]
 """What a sequence needs of one group: (block number, key to share, or None for a block of its own)."""
 
@@ -75,14 +78,15 @@ class SequenceBlocks:
     """
 
     __slots__ = (
-        "_num_viewed", "_views", "chain", "counts_hits", "has_dropped", "num_covered", "num_published", "numbers",
-        "registered", "restore", "swapped", "tables",
+        "_num_viewed", "_views", "chain", "client", "counts_hits", "has_dropped", "num_covered", "num_published",
+        "numbers", "registered", "restore", "swapped", "tables",
     )  # fmt: skip
 
-    def __init__(self, num_groups: int, chain: KeyChain) -> None:
+    def __init__(self, num_groups: int, chain: KeyChain, client: str = "") -> None:
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         self.numbers: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         self.chain = chain
+        self.client = client  # whose the blocks are that it fills
         self.num_published = 0
         self.num_covered = 0  # tokens before this one need no `CacheManager.cover`
         self.has_dropped = False  # what is computed from now on depends on what was forgotten: never published

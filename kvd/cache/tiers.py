@@ -44,6 +44,10 @@ class SlowTier(Protocol):
 
     def poll(self) -> list[SlowDone]: ...
 
+    def forget(self, group_id: int, key: bytes) -> None:
+        """Forget a block, also one whose store has not been carried out yet."""
+        ...
+
     def reset(self) -> int:
         """Forget every block; returns how many there were."""
         ...
@@ -71,6 +75,9 @@ class NoSlowTier:
 
     def poll(self) -> list[SlowDone]:
         return []
+
+    def forget(self, group_id: int, key: bytes) -> None:
+        """There is nothing to forget."""
 
     def reset(self) -> int:
         return 0

@@ -62,6 +62,14 @@ class Lane:
                 )
             return [self._jobs.popleft() for _ in range(min(max_jobs, len(self._jobs)))]
 
+    def withdraw(self, group_id: int, key: bytes) -> list[DiskJob]:
+        """Take the jobs for one block out of the queue."""
+        with self._changed:
+            found = [job for job in self._jobs if job.key == key and job.group_id == group_id]
+            for job in found:
+                self._jobs.remove(job)
+            return found
+
     def nudge(self) -> None:
         """Make `take` return at once."""
         with self._changed:

@@ -28,6 +28,7 @@ from kvd.cache.disk_store import DiskStore, smallest_size
 from kvd.cache.tiers import SlowDone
 from kvd.engine.disk_lane import DiskJob, Lane, RareLines, Rate
 from kvd.errors import StartupError
+from kvd.views import DiskFacts
 
 _Result = TypeVar("_Result")
 
@@ -79,6 +80,7 @@ class DiskLink:
         needed = smallest_size(max(block_bytes))
         if size_bytes < needed:
             raise StartupError(f"disk_cache.size is too small for blocks of this model: at least {-(-needed >> 20)}MiB")
+        self._max_bytes = size_bytes
         self._memory = memory
         self._wake = wake
         self._log = log
@@ -96,6 +98,7 @@ class DiskLink:
         self._loads = Lane(_MAX_QUEUED_LOADS)
         self._done: deque[tuple[int, SlowDone]] = deque()  # with the epoch of the job
         self._touched: deque[tuple[int, bytes]] = deque(maxlen=_MAX_QUEUED_LOADS)
+        self._dropped: deque[tuple[int, bytes]] = deque()  # to be deleted from the file
         self._reset_wanted = threading.Event()
         self._deadline = float("inf")
         self._read_rate, self._write_rate = Rate(), Rate()
@@ -103,6 +106,9 @@ class DiskLink:
         # Each counter has one thread that writes it.
         self._num_stored = self._num_loaded = self._num_evicted = self._num_skipped = 0
         self._num_stores_failed = self._num_loads_failed = 0
+        self._num_written_bytes = self._num_read_bytes = 0
+        self._num_file_bytes = self._folder.num_bytes()
+        self._read_problem = self._write_problem = ""  # what went wrong last, until it goes well again
         self._threads = (
             threading.Thread(target=self._write_until_closed, name="kvd-disk-write", daemon=True),
             threading.Thread(target=self._read_until_closed, name="kvd-disk-read", daemon=True),
@@ -134,6 +140,14 @@ class DiskLink:
         """What has ended since the last call. What was begun before a reset has failed."""
         ended = [self._done.popleft() for _ in range(len(self._done))]
         return [done if epoch == self._index.epoch else done._replace(ok=False) for epoch, done in ended]
+
+    def forget(self, group_id: int, key: bytes) -> None:
+        """Forget a block; the file loses it as soon as the writing thread gets to it."""
+        withdrawn = self._stores.withdraw(group_id, key)
+        self._answer(withdrawn, is_ok=False)
+        if withdrawn or (group_id, key) in self._index:
+            self._index.remove([(group_id, key)])
+            self._dropped.append((group_id, key))
 
     def reset(self) -> int:
         """Forget every block; returns how many there were. The files go as soon as the writing thread gets to it."""
@@ -181,6 +195,18 @@ class DiskLink:
             num_bytes=self._folder.num_bytes(),
         )
 
+    def facts(self) -> DiskFacts:
+        """For observers; asks nobody. The bytes are those after the latest write."""
+        return DiskFacts(
+            num_blocks=len(self._index),
+            num_bytes=self._num_file_bytes,
+            max_bytes=self._max_bytes,
+            num_written_bytes=self._num_written_bytes,
+            num_read_bytes=self._num_read_bytes,
+            num_corrupt_blocks=self._reading_store.num_damaged,
+            problem=self._write_problem or self._read_problem,
+        )
+
     def _offer(self, lane: Lane, job: DiskJob) -> None:
         if not lane.offer(job):
             self._num_skipped += 1
@@ -210,11 +236,18 @@ class DiskLink:
         A thread that ended would leave slots held for ever.
         """
         try:
-            return action()
+            result = action()
         except DiskStoreError as error:
-            self._warn(f"the disk cache could not be {participle}: {error}")
+            problem = f"the disk cache could not be {participle}: {error}"
         except Exception as error:
-            self._warn(f"the disk cache failed: {error!r}")
+            problem = f"the disk cache failed: {error!r}"
+        else:
+            return result
+        if participle == "read":
+            self._read_problem = problem
+        else:
+            self._write_problem = problem
+        self._warn(problem)
         return otherwise
 
     def _follow(self) -> None:
@@ -240,6 +273,8 @@ class DiskLink:
             jobs = [job for job in jobs if job.epoch == epoch]
             if self._reset_wanted.is_set():
                 self._attempt("emptied", self._empty_files, None)
+            if self._dropped:
+                self._attempt("written", self._delete_dropped, None)
             if jobs and not self._reset_wanted.is_set() and time.monotonic() < self._deadline:
                 num_stored = self._attempt("written", partial(self._write, jobs, epoch), 0)
             self._attempt("written", self._touch, None)
@@ -271,17 +306,29 @@ class DiskLink:
         ]
         self._index.add(heads, epoch)
         self._index.remove(result.evicted)
-        if result.error is not None:
-            self._warn(f"the disk cache could not be written: {result.error}")
+        self._num_written_bytes += sum(len(block.data) for block in stored)
+        self._num_file_bytes = self._folder.num_bytes()
+        self._write_problem = f"the disk cache could not be written: {result.error}" if result.error else ""
+        if self._write_problem:
+            self._warn(self._write_problem)
         if epoch != self._index.epoch:
             self._reset_wanted.set()  # the reset came while these were written
             self._stores.nudge()
             return 0
         return result.num_stored
 
+    def _delete_dropped(self) -> None:
+        """Blocks that were forgotten; tried again when it fails. Whoever stores one anew has queued that since."""
+        names = list(self._dropped)
+        self._writing_store.remove(names)
+        self._index.remove(names)
+        for _ in names:
+            self._dropped.popleft()
+
     def _empty_files(self) -> None:
         """Carry a reset out; tried again when it fails."""
         self._writing_store.reset()
+        self._num_file_bytes = self._folder.num_bytes()
         self._reset_wanted.clear()
         self._follow()
 
@@ -328,5 +375,7 @@ class DiskLink:
             self._index.remove([name])
             return False
         self._read_rate.add(job.view.nbytes, time.perf_counter() - start)
+        self._num_read_bytes += job.view.nbytes
+        self._read_problem = ""
         self._touched.append(name)
         return job.epoch == self._index.epoch

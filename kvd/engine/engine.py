@@ -19,14 +19,14 @@ from typing import Literal
 from kvd.core import FinishReason, Request, TokenEvent
 from kvd.device_facts import DeviceFacts
 from kvd.engine.disk_link import DiskLink
-from kvd.engine.inbox import Inbox
+from kvd.engine.questions import Questions
 from kvd.engine.runner import Runner
 from kvd.engine.sessions import Sessions
 from kvd.engine.statistics import Statistics
 from kvd.engine.streams import TokenStream
-from kvd.errors import EngineFailure, ServerOverloaded, SessionError
+from kvd.errors import EngineFailure, ServerOverloaded
 from kvd.scheduler.scheduler import Scheduler
-from kvd.views import EngineInfo, PrefixView, RequestView, SessionInfo, Snapshot
+from kvd.views import EngineInfo, RequestView, Snapshot
 
 WEDGED_AFTER_SECONDS = 120.0
 PUBLISH_INTERVAL_SECONDS = 0.05
@@ -34,7 +34,7 @@ DETAILS_INTERVAL_SECONDS = 0.25
 IDLE_POLL_SECONDS = 0.02
 
 
-class Engine:
+class Engine(Questions):
     """Runs requests; implements `views.SnapshotSource` and `views.Control`.
 
     log: receives (level, message) lines, from either thread. disk: the tier that is closed when the engine thread ends.
@@ -53,17 +53,15 @@ class Engine:
         device_facts: Callable[[], DeviceFacts | None] = lambda: None,
         wedged_after_seconds: float = WEDGED_AFTER_SECONDS,
     ) -> None:
+        super().__init__(scheduler, sessions)
         self.info = info
         self._device_facts = device_facts
-        self._sessions = sessions
         self._disk = disk
-        self._scheduler = scheduler
         self._runner = runner
         self._log = log
         self._wedged_after_seconds = wedged_after_seconds
         self._statistics = Statistics()
         self._streams: dict[str, TokenStream] = {}
-        self._inbox = Inbox()
         self._state: Literal["loading", "ready", "draining", "failed"] = "loading"
         self._failure = ""
         self._started = self._last_progress = self._last_published = time.monotonic()
@@ -200,6 +198,9 @@ class Engine:
             counters=self._scheduler.counters(),
             last_step=self._scheduler.last_step,
             histograms=self._statistics.freeze(),
+            cache_histograms=cache.ledger.freeze(),
+            prefill_tokens_per_second=self._scheduler.rates.prefill_tokens_per_second or 0.0,
+            disk=None if self._disk is None else self._disk.facts(),
         )
 
     def _list_requests(self) -> tuple[RequestView, ...]:
@@ -300,42 +301,6 @@ class Engine:
     async def abort(self, request_id: str) -> bool:
         """End a request on an operator's behalf; False when there is none of that id."""
         return await self._inbox.ask(lambda: self._abort(request_id, "abort"))
-
-    async def reset_cache(self) -> int:
-        """Drop every cached block that no request uses, in all tiers; returns how many were in the pool."""
-        return await self._inbox.ask(self._scheduler.reset_cache)
-
-    async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """The chains in the pool that were found most often, the pinned ones first."""
-        return await self._inbox.ask(lambda: self._scheduler.cache.chains.prefixes(limit))
-
-    async def pin(self, chain: str) -> int:
-        """Keep a chain for good; how many blocks, 0 if it is not in the pool or would leave too little room."""
-        return await self._inbox.ask(lambda: self._scheduler.pin(chain))
-
-    async def unpin(self, chain: str) -> bool:
-        """Let a pinned chain be evicted again; False if it was not pinned."""
-        return await self._inbox.ask(lambda: self._scheduler.unpin(chain))
-
-    async def keep_turn(self, request_id: str) -> int:
-        """A turn ended in a tool call: keep its blocks for `tool_turn_seconds`; how many are kept."""
-        return await self._inbox.ask(lambda: self._scheduler.keep_turn(request_id))
-
-    async def save_session(self, name: str, chain: str) -> SessionInfo:
-        """Write a chain to the session file of that name. Raises SessionError."""
-        sessions = self._known_sessions()
-        return await asyncio.to_thread(
-            sessions.save, name, lambda: self._scheduler.find_chain(chain), self._inbox.ask_from_worker
-        )
-
-    async def restore_session(self, name: str) -> SessionInfo:
-        """Read a session file into the KV pool. Raises SessionError."""
-        return await asyncio.to_thread(self._known_sessions().restore, name, self._inbox.ask_from_worker)
-
-    def _known_sessions(self) -> Sessions:
-        if self._sessions is None:
-            raise SessionError("this server keeps no sessions")
-        return self._sessions
 
     def health(self) -> str | None:
         """None when all is well, else one line that says what is not."""

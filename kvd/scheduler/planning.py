@@ -66,6 +66,7 @@ class Planner:
 
         unready: ids of requests of which nothing can be computed now; they keep what they hold unless others need it.
         """
+        self._cache.ledger.tick()
         self._cache.tiers.begin_plan()
         order = self._oldest_first()
         able = [state for state in order if state.request.request_id not in unready] if unready else order

@@ -39,7 +39,7 @@ class RequestState:
     __slots__ = (
         "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "has_failed", "key",
         "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_forced", "num_in_flight",
-        "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "output_at_preemption",
+        "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "num_swaps", "output_at_preemption",
         "prefill_target", "request", "scores", "slot", "token_ids",
     )  # fmt: skip
 
@@ -69,6 +69,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_forced = 0
+        self.num_swaps = 0
         self.output_at_preemption = 0
         self.scores: list[Logprobs] | None = None if request.num_prompt_logprobs is None else []
         self.has_ended = False
@@ -209,4 +210,6 @@ class RequestState:
             num_preemptions=self.num_preemptions,
             ttft_seconds=ttft,
             tokens_per_second=rate,
+            num_swaps=self.num_swaps,
+            num_prefill_tokens=self.prefill_target or len(self.token_ids),
         )

@@ -67,6 +67,20 @@ class Roster:
         self._cache = cache
         self._tally = tally
 
+    @property
+    def num_waste_tokens(self) -> int:
+        """Room behind the last computed token in the blocks of the first group that running requests hold."""
+        waste = 0
+        for state in self.running:
+            numbers = state.blocks.numbers[0]
+            waste += max(0, (numbers[-1] + 1) * BLOCK_SIZE - state.num_computed) if numbers else 0
+        return waste
+
+    def oldest_waiting_seconds(self, now: float) -> float:
+        """Since the arrival of the request that has waited longest for its first step; 0 where none does."""
+        arrivals = [state.request.arrival_time for state in self.states.values() if state.first_scheduled is None]
+        return now - min(arrivals) if arrivals else 0.0
+
     def add(self, state: RequestState) -> None:
         self.states[state.request.request_id] = state
         self.waiting.add(state)
@@ -84,6 +98,7 @@ class Roster:
         self.running.remove(state)
         is_swapped = num_kept_tokens > 0 and self._cache.swapper.swap_out(state.blocks, num_kept_tokens)
         state.num_preemptions += 1
+        state.num_swaps += is_swapped
         state.output_at_preemption = state.num_output
         self._tally.num_preemptions += 1
         self._tally.num_swaps += is_swapped

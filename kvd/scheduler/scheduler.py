@@ -97,7 +97,7 @@ class Scheduler:
             self._alarms.set(time, self._num_added, request.request_id, only_in_queue=True)
 
     def _open(self, request: Request) -> RequestState:
-        blocks = self.cache.open(request.cache_salt)
+        blocks = self.cache.open(request.cache_salt, request.client)
         capacity = self.cache.capacity_tokens
         if request.kv_eviction == "none":
             # The last token of a request is sampled but never stored, hence one more than the cache holds.
@@ -173,6 +173,16 @@ class Scheduler:
             return None
         return key if self.cache.chains.chain_of(key) else None
 
+    def drop_prefix(self, chain: str) -> int:
+        """Drop a chain from its end on, as far as nobody uses or shares it; how many blocks have left the pools."""
+        key = self.find_chain(chain)
+        return 0 if key is None else self.cache.drop_chain(key)
+
+    def chain_tokens(self, chain: str, limit: int) -> tuple[int, ...]:
+        """The first `limit` token ids of a chain in the pool; () if it is not there."""
+        key = self.find_chain(chain)
+        return () if key is None else self.cache.chains.token_ids(key, limit)
+
     def pin(self, chain: str) -> int:
         """Keep a chain of cached blocks for good; how many blocks, 0 if it is not there or would leave too little room.
 
@@ -233,7 +243,7 @@ class Scheduler:
         flight = self._roster.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step_id} is not the one to commit"
         assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
-        now = self._clock()
+        now = self.cache.ledger.now = self._clock()
         events: list[TokenEvent] = []
         self.cache.tiers.land(plan)
         for state, end in flight.restored:
@@ -322,14 +332,18 @@ class Scheduler:
         if plan.items:
             rates.observe_step(num_prefill, num_decode, result.seconds - moving)
         block_bytes = self.cache.tiers.block_bytes
+        num_saved, num_restored = (
+            sum(block_bytes[each.group_id] for each in moves) for moves in (plan.saves, plan.restores)
+        )
+        self._tally.count_moves(num_saved, num_restored, result)
         if plan.saves:
-            rates.observe_save(sum(block_bytes[each.group_id] for each in plan.saves), result.save_seconds)
+            rates.observe_save(num_saved, result.save_seconds)
         disk_rate = self.cache.tiers.slow.read_bytes_per_second
         if disk_rate is not None and disk_rate != self._disk_rate:
             rates.observe_disk(int(disk_rate), 1.0)  # the tier measures its own reads
             self._disk_rate = disk_rate
         if plan.restores:
-            rates.observe_restore(sum(block_bytes[each.group_id] for each in plan.restores), result.restore_seconds)
+            rates.observe_restore(num_restored, result.restore_seconds)
         self._concurrency.observe_step(
             len(self._roster.running), len(self._roster.waiting), plan.num_tokens, result.seconds, flight.num_preempted
         )
@@ -354,6 +368,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._roster.waiting)
+
+    @property
+    def num_waste_tokens(self) -> int:
+        return self._roster.num_waste_tokens
+
+    def oldest_waiting_seconds(self) -> float:
+        return self._roster.oldest_waiting_seconds(self._clock())
 
     @property
     def running_limit(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvd.cache.manager import CacheManager
-from kvd.core import FinishReason
+from kvd.core import FinishReason, StepResult
 from kvd.views import Counters, StepMix
 
 
@@ -28,6 +28,10 @@ class Tally:
     num_preemptions: int = 0
     num_swaps: int = 0
     num_dropped_tokens: int = 0
+    num_saved_bytes: int = 0
+    num_restored_bytes: int = 0
+    save_seconds: float = 0.0
+    restore_seconds: float = 0.0
     step_seconds: float = 0.0
     finished: dict[FinishReason, int] = field(default_factory=dict)
     last_step: StepMix = field(default_factory=StepMix)
@@ -49,6 +53,12 @@ class Tally:
         if num_requests:  # a step that only moved blocks is none that an observer would look for
             self.last_step = StepMix(num_decode, num_prefill, num_requests, seconds)
 
+    def count_moves(self, num_saved_bytes: int, num_restored_bytes: int, result: StepResult) -> None:
+        self.num_saved_bytes += num_saved_bytes
+        self.num_restored_bytes += num_restored_bytes
+        self.save_seconds += result.save_seconds
+        self.restore_seconds += result.restore_seconds
+
     def count_finish(self, reason: FinishReason) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
@@ -69,9 +79,14 @@ class Tally:
             num_preemptions=self.num_preemptions,
             num_swaps=self.num_swaps,
             num_evicted_blocks=cache.num_evicted_blocks,
+            evicted_blocks=tuple(cache.ledger.num_evicted.items()),
             num_saved_blocks=tiers.num_saved,
             num_unsaved_blocks=tiers.num_unsaved,
             num_restored_blocks=tiers.num_restored,
+            num_saved_bytes=self.num_saved_bytes,
+            num_restored_bytes=self.num_restored_bytes,
+            save_seconds=self.save_seconds,
+            restore_seconds=self.restore_seconds,
             num_dropped_tokens=self.num_dropped_tokens,
             step_seconds=self.step_seconds,
             finished=tuple(sorted(self.finished.items())),

@@ -31,6 +31,7 @@ class FakeSlowTier:
         self.runner: FakeRunner
         self.disk: dict[tuple[int, bytes], tuple[bytes, tuple[int, ...], tuple[int, ...]]] = {}
         self.jobs: list[_Job] = []
+        self.withdrawn: list[SlowDone] = []  # stores that were taken back; to be told by the next poll
         self.is_stuck = False
         self.num_stored = self.num_loaded = self.num_failed_loads = 0
         self._failure_rate = failure_rate
@@ -56,13 +57,20 @@ class FakeSlowTier:
         # While it is under way the slot holds anything.
         self.runner.ram[group_id][slot] = [None] * BLOCK_SIZE
 
+    def forget(self, group_id: int, key: bytes) -> None:
+        self.disk.pop((group_id, key), None)
+        for job in [job for job in self.jobs if not job[0] and job[1] == group_id and job[3] == key]:
+            self.jobs.remove(job)
+            self.withdrawn.append(SlowDone(False, group_id, job[2], key, False))
+
     def poll(self) -> list[SlowDone]:
         if self.is_stuck:
             return []
         rng = self._random
         if self.disk and rng.random() < self._failure_rate:
             del self.disk[rng.choice(list(self.disk))]
-        waiting, done = [], []
+        waiting, done = [], self.withdrawn
+        self.withdrawn = []
         for job in self.jobs:
             if rng.random() < self._delay:
                 waiting.append(job)

@@ -238,10 +238,13 @@ def check_ram_index(ram: RamTier) -> None:
         for key, block in by_key.items():
             assert block.key == key
             assert not block.has_failed, "a block that failed is found"
+            assert not block.is_withdrawn, "a block that was dropped is found"
             assert ram._blocks[group_id].get(block.slot) is block, "a key of a slot that holds something else"
             assert ram._continuations[group_id, block.parent_key, block.token_ids[0]][key] is block
             num_known += 1
         unknown = [block for block in ram._blocks[group_id].values() if block.key not in by_key]
-        assert all(block.key is None or block.has_failed for block in unknown), "a block that nobody finds"
+        assert all(block.key is None or block.has_failed or block.is_withdrawn for block in unknown), (
+            "a block that nobody finds"
+        )
     assert num_known == sum(map(len, ram._continuations.values())), "continuations and keys disagree"
     assert all(ram._continuations.values())

@@ -185,7 +185,7 @@ class Simulation:
     def _operate(self) -> None:
         rng, scheduler, cache = self.random, self.scheduler, self.cache
         self.was_disturbed = True
-        match rng.randrange(4):
+        match rng.randrange(5):
             case 0:
                 num_cached = sum(gauges.num_cached for gauges in cache.gauges())
                 assert scheduler.reset_cache() == num_cached
@@ -202,6 +202,8 @@ class Simulation:
                 if cache.chains._pins:
                     assert scheduler.unpin(rng.choice(list(cache.chains._pins)).hex())
                 assert not scheduler.unpin("no such chain")
+            case 3:
+                self._drop_prefix()
             case _:
                 if self.lived:
                     self.seen["kept blocks"] += scheduler.keep_turn(rng.choice(list(self.lived)))
@@ -209,12 +211,30 @@ class Simulation:
         for view in cache.chains.prefixes(5):
             assert cache._groups[0].index.find(bytes.fromhex(view.prefix_id)) is not None
 
+    def _drop_prefix(self) -> None:
+        """Some chain is dropped; whoever uses, shares or pinned blocks of it keeps them."""
+        cache, rng = self.cache, self.random
+        names = [*(block.key.hex() for block in cache._groups[0].index), *self.lived]
+        if not names:
+            return
+        name = rng.choice(names)
+        key = self.scheduler.find_chain(name)
+        before = sum(gauges.num_active for gauges in cache.gauges())
+        num_cached = sum(gauges.num_cached for gauges in cache.gauges())
+        num_dropped = self.scheduler.drop_prefix(name)
+        self.seen["dropped blocks"] += num_dropped
+        assert sum(gauges.num_active for gauges in cache.gauges()) == before, "a block was dropped that is in use"
+        assert sum(gauges.num_cached for gauges in cache.gauges()) == num_cached - num_dropped
+        if key is not None and num_dropped and key not in cache._groups[0].index:
+            assert cache.tiers.has(key) is None, "a block that was dropped is found below"
+        assert self.scheduler.drop_prefix("no such chain") == 0
+
     # ------------------------------------------------------------------ one step
 
     def check(self) -> None:
         jobs: Iterable[tuple[int, int]] = ()
         if self.world.slow is not None:
-            jobs = [(group_id, slot) for _, group_id, slot, *_ in self.world.slow.jobs]
+            jobs = [job[1:3] for job in (*self.world.slow.jobs, *self.world.slow.withdrawn)]
         check_everything(self.scheduler, jobs)
         if self.world.max_cached is not None:
             assert all(gauges.num_cached <= self.world.max_cached for gauges in self.cache.gauges()), "over the cap"

@@ -153,7 +153,7 @@ def test_the_index_knows_blocks_by_key_by_number_and_by_what_they_continue() -> 
     assert (root.parent, leaf.depth, leaf.parent) == (None, 1, root)
     assert index.continuations(b"k0", 0) == [leaf]
     assert not index.continuations(b"k0", 1)
-    assert index.has_continuation(b"root")
+    assert index.ends.is_continued(b"root")
     assert index.match_length([b"k0", b"k1", b"k2"], 3) == 2
     assert index.match_length([b"k1", b"k0"], 2) == 2
     assert index.match_length([b"??", b"k1"], 2) == 0
@@ -164,7 +164,7 @@ def test_the_index_knows_blocks_by_key_by_number_and_by_what_they_continue() -> 
     index.remove(leaf)
     index.remove(root)
     assert len(index) == 0
-    assert not index.has_continuation(b"root")
+    assert not index.ends.is_continued(b"root")
     assert not index.continuations(b"k0", 0)
 
 

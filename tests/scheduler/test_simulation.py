@@ -11,8 +11,8 @@ from .simulator import Simulation, simulate
 EVENTS = (
     "stop", "length", "abort", "timeout", "error", "preemptions", "swaps", "recomputed", "evicted", "hits", "refused",
     "partial hits", "RAM hits", "disk hits", "restored", "saved", "unsaved", "dropped", "copies", "loads that failed",
-    "passed", "pins", "kept blocks", "forgot", "forgot and was preempted", "worlds that computed once",
-    "scored", "scored and was preempted",
+    "passed", "pins", "kept blocks", "dropped blocks", "forgot", "forgot and was preempted",
+    "worlds that computed once", "scored", "scored and was preempted",
     "abort waiting", "abort restoring", "abort swapped", "abort preempted", "abort prefill", "abort decode",
 )  # fmt: skip
 """What has to happen: worlds in which nothing does prove nothing."""
