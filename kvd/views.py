@@ -84,6 +84,10 @@ class Counters:
     num_saved_blocks: int = 0  # written through to RAM
     num_unsaved_blocks: int = 0  # not written through, since every slot was held
     num_restored_blocks: int = 0
+    num_saved_bytes: int = 0  # from the KV pool to RAM, swapped-out blocks included
+    num_restored_bytes: int = 0  # and back
+    save_seconds: float = 0.0  # spent in moving these, and those
+    restore_seconds: float = 0.0
     num_dropped_tokens: int = 0  # forgotten under kv_eviction
     step_seconds: float = 0.0
     finished: tuple[tuple[str, int], ...] = ()  # (finish reason, requests)
@@ -191,6 +195,9 @@ class Snapshot:
     cache_histograms: dict[str, Histogram] = field(default_factory=dict)  # of blocks, see `histograms`
     misses: tuple[tuple[str, int, int], ...] = ()  # (cause, requests, lost tokens), see insight.MissCause
     host: HostFacts | None = None  # None: nothing is known yet
+    num_waste_tokens: int = 0  # room in the blocks of running requests that holds no token
+    oldest_waiting_seconds: float = 0.0  # since the arrival of the request that waits longest for its first step
+    stalled_seconds: float = 0.0  # since the engine got anything done, while requests wait for it; 0: it is not stalled
 
 
 @dataclass(frozen=True, slots=True)

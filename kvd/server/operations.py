@@ -28,7 +28,7 @@ async def health(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    body = state.metrics.render(await state.console.snapshot())
+    body = state.metrics.render(await state.console.snapshot(), problem=state.engine.health())
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

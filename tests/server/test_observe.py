@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.device_facts import DeviceFacts
-from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
+from kvd.device_facts import DeviceFacts, HostFacts
+from kvd.histograms import BUCKET_BOUNDS, CACHE_BUCKET_BOUNDS, HistogramBuilder
 from kvd.observe.event_log import EventLog
 from kvd.observe.metrics import HitRateWindow, MetricsExporter
 from kvd.server.snapshot_json import decode_snapshot, encode_snapshot
 from kvd.text.text_model import TextModel
-from kvd.views import Counters, Histogram, LogEvent, Snapshot
+from kvd.views import Counters, DiskFacts, Histogram, LogEvent, Snapshot
 from tests.server.fakes import FakeEngine
 
 METRICS_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -75,7 +75,7 @@ async def test_every_number_of_engine_and_counters_is_exported(text_model: TextM
     before = MetricsExporter().render(snapshot)
     silent = []
     for field in fields(Counters):
-        value: object = (("stop", 77_777),) if field.name == "finished" else 77_777
+        value: object = (("cap", 77_777),) if isinstance(getattr(snapshot.counters, field.name), tuple) else 77_777
         changed = replace(snapshot, counters=replace(snapshot.counters, **{field.name: value}))
         silent += [field.name] if MetricsExporter().render(changed) == before else []
     for field in fields(Snapshot):
@@ -86,8 +86,14 @@ async def test_every_number_of_engine_and_counters_is_exported(text_model: TextM
 
 
 async def test_the_document_lists_exactly_the_series_that_there_are(text_model: TextModel) -> None:
-    facts = DeviceFacts("card", 0.5, 1, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, ("heat",))
-    text = MetricsExporter().render(replace(await FakeEngine(text_model).snapshot(), device=facts)).decode()
+    snapshot = replace(
+        await FakeEngine(text_model).snapshot(),
+        device=DeviceFacts("card", 0.5, 1, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, ("heat",)),
+        host=HostFacts("cpu", 2, 0.5, 0.5, 1, 1, 1),
+        disk=DiskFacts(1, 1, 1),
+        cache_histograms={name: HistogramBuilder(bounds).freeze() for name, bounds in CACHE_BUCKET_BOUNDS.items()},
+    )
+    text = MetricsExporter().render(snapshot).decode()
     exported = set()
     for line in text.splitlines():
         if line.startswith("# TYPE"):
