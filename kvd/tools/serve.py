@@ -42,6 +42,7 @@ from kvd.views import EngineInfo
 # that does not exist is said at once.
 if TYPE_CHECKING:
     from kvd.engine.engine import Engine
+    from kvd.insight import Console
     from kvd.server.settings import ServerSettings
     from kvd.text.text_model import TextModel
 
@@ -302,7 +303,10 @@ class _Service:
         from kvd.tui.app import Dashboard
 
         dashboard = Dashboard(
-            self._engine, self._engine, address=self._url, model=self._engine.info.served_names[0], on_quit="ask"
+            cast("Console", self._engine),
+            address=self._url,
+            model=self._engine.info.served_names[0],
+            on_quit="ask",
         )
         self._logging.show(False)
         showing = asyncio.create_task(dashboard.run_async())

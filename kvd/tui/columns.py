@@ -1,4 +1,4 @@
-"""The columns of the request table and which of them fit. Pure functions, callable from any thread.
+"""The columns of the request table, which of them fit, and what they are sorted by. Pure functions, any thread.
 
 Invariant: what `columns_for` returns fits the width it was asked for, from 60 cells on; the essential columns are
 all there at 80 columns of terminal.
@@ -29,13 +29,22 @@ _STATE_STYLES: dict[RequestState, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column; `shown_from` is the table width in cells at which it appears."""
+    """One column; `shown_from` is the table width in cells at which it appears.
+
+    value: what the column is sorted by; numbers come largest first, texts in the order of the alphabet.
+    """
 
     title: str
     width: int
     cell: Callable[[RequestView, int], Cell]
+    value: Callable[[RequestView], float | str | None]
     is_left: bool = False
     shown_from: int = 0
+
+    @property
+    def is_descending(self) -> bool:
+        """Whether sorting by it begins with the largest."""
+        return not self.is_left or self.title == "progress"
 
 
 def prefill_fraction(row: RequestView) -> float:
@@ -69,24 +78,49 @@ def _output(row: RequestView, width: int) -> Cell:
 
 
 def _preemptions(row: RequestView, width: int) -> Cell:
-    return str(row.num_preemptions), "warning" if row.num_preemptions else "faint"
+    """How often, and by which way: computed again (r) or kept in RAM (s, swapped)."""
+    if not row.num_preemptions:
+        return "0", "faint"
+    ways = ((row.num_preemptions - row.num_swaps, "r"), (row.num_swaps, "s"))
+    return "".join(f"{count}{letter}" for count, letter in ways if count), "warning"
 
 
-_COLUMNS = (
-    Column("id", 6, lambda row, width: (short_id(row.request_id, width), "bright"), is_left=True),
-    Column("client", 8, lambda row, width: (row.client or "–", "text"), is_left=True),
-    Column("api", 4, lambda row, width: (row.endpoint[:width], "muted"), is_left=True),
-    Column("state", 11, _state, is_left=True),
-    Column("progress", 14, _progress, is_left=True, shown_from=110),
-    Column("prompt", 6, lambda row, width: (short_count(row.num_prompt_tokens), "text"), shown_from=92),
-    Column("hit", 4, _cached),
-    Column("output", 9, _output),
-    Column("tok/s", 5, lambda row, width: (rate(row.tokens_per_second), "decode")),
-    Column("TTFT", 5, lambda row, width: (duration(row.ttft_seconds), "text")),
-    Column("blks", 5, lambda row, width: (short_count(row.num_blocks).replace(",", ""), "active")),
-    Column("pre", 3, _preemptions),
-    Column("prio", 4, lambda row, width: (str(row.priority), "muted"), shown_from=120),
-    Column("age", 5, lambda row, width: (age(row.age_seconds), "muted")),
+def _share_done(row: RequestView) -> float:
+    return 1 + row.num_output_tokens / max(1, row.max_tokens) if row.state == "decode" else prefill_fraction(row)
+
+
+COLUMNS = (
+    Column(
+        "id",
+        6,
+        lambda row, width: (short_id(row.request_id, width), "bright"),
+        lambda row: row.request_id,
+        is_left=True,
+    ),
+    Column("client", 8, lambda row, width: (row.client or "–", "text"), lambda row: row.client.lower(), is_left=True),
+    Column("api", 4, lambda row, width: (row.endpoint[:width], "muted"), lambda row: row.endpoint, is_left=True),
+    Column("state", 11, _state, lambda row: row.state, is_left=True),
+    Column("progress", 14, _progress, _share_done, is_left=True, shown_from=110),
+    Column(
+        "prompt",
+        6,
+        lambda row, width: (short_count(row.num_prompt_tokens), "text"),
+        lambda row: row.num_prompt_tokens,
+        shown_from=92,
+    ),
+    Column("hit", 4, _cached, lambda row: row.num_cached_tokens / max(1, row.num_prompt_tokens)),
+    Column("output", 9, _output, lambda row: row.num_output_tokens),
+    Column("tok/s", 5, lambda row, width: (rate(row.tokens_per_second), "decode"), lambda row: row.tokens_per_second),
+    Column("TTFT", 5, lambda row, width: (duration(row.ttft_seconds), "text"), lambda row: row.ttft_seconds),
+    Column(
+        "blks",
+        5,
+        lambda row, width: (short_count(row.num_blocks).replace(",", ""), "active"),
+        lambda row: row.num_blocks,
+    ),
+    Column("pre", 4, _preemptions, lambda row: row.num_preemptions),
+    Column("prio", 4, lambda row, width: (str(row.priority), "muted"), lambda row: row.priority, shown_from=120),
+    Column("age", 5, lambda row, width: (age(row.age_seconds), "muted"), lambda row: row.age_seconds),
 )
 
 _GROWTH = (("client", 16), ("id", 12), ("api", 11), ("client", 40), ("progress", 30), ("client", 60))
@@ -96,7 +130,7 @@ _GROWTH = (("client", 16), ("id", 12), ("api", 11), ("client", 40), ("progress",
 @lru_cache(maxsize=64)
 def columns_for(width: int) -> tuple[tuple[Column, int], ...]:
     """The columns with their widths, one cell between neighbours, for a table of `width` cells."""
-    shown = [column for column in _COLUMNS if column.shown_from <= width]
+    shown = [column for column in COLUMNS if column.shown_from <= width]
     spare = width - sum(column.width + 1 for column in shown) + 1
     widths = {column.title: column.width for column in shown}
     for title, width_wanted in _GROWTH:

@@ -1,7 +1,8 @@
-"""The help screen: every key, and what every figure of the dashboard means."""
+"""The help screen: every key of every page, and what their figures mean."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -11,62 +12,22 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-_SECTIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    (
-        "Keys",
-        (
-            ("q  ctrl-c", "leave: close the dashboard, or stop the server"),
-            ("space", "pause and resume the figures; serving goes on"),
-            ("+  -", "read faster or slower"),
-            ("↑ ↓  j k", "move through the requests; also page up/down, g, G, mouse"),
-            ("x", "end the request under the cursor; asks first"),
-            ("r", "drop the cached blocks that no request uses; asks first"),
-            ("?  escape", "open and close this help"),
-        ),
-    ),
-    (
-        "KV blocks",
-        (
-            ("A █ active", "blocks that running requests read and write"),
-            ("C ▒ cached", "blocks kept for prompts that begin alike"),
-            ("F · free", "blocks that hold nothing"),
-        ),
-    ),
-    (
-        "Throughput",
-        (
-            ("prefill", "prompt tokens computed per second; cached ones cost nothing"),
-            ("decode", "tokens generated per second, all requests together"),
-            ("TTFT", "time to first token; median and 95th percentile"),
-            ("ITL", "time between the tokens of one request"),
-            ("60s, all", "over the last minute; since start where that saw nothing"),
-            ("step", "tokens of the latest step, of those allowed; its time"),
-        ),
-    ),
-    (
-        "Prefix cache",
-        (
-            ("hit rate", "prompt tokens found in the cache, of those looked up"),
-            ("└", "hit tokens from RAM, from disk, and of parts of blocks"),
-            ("RAM, pinned", "blocks in the RAM tier; blocks that stay"),
-            ("evicted", "cached blocks given up; at the right: in the last minute"),
-            ("preempted", "requests put back because no block was free"),
-            ("recomputed", "tokens computed a second time after that"),
-        ),
-    ),
-    (
-        "Requests",
-        (
-            ("limit", "requests that may run at the same time, as of now"),
-            ("state", "waiting, restoring from RAM or disk, prefill with its"),
-            ("", "progress, decode; preempted, swapped: back in the queue"),
-            ("hit", "share of the prompt that came from the cache"),
-            ("output", "tokens generated / max_tokens"),
-            ("blks", "KV blocks held"),
-            ("pre", "times preempted"),
-            ("age", "since arrival"),
-        ),
-    ),
+from kvd.tui.page import Key, Page
+
+Section = tuple[str, tuple[Key, ...]]
+"""A title, and keys or figures with what they mean."""
+
+_KEYS = (
+    ("q  ctrl-c", "leave: close the dashboard, or stop the server"),
+    ("1 … 6  tab", "show another page; shift-tab goes back"),
+    ("space", "pause and resume the figures; serving goes on"),
+    ("+  -", "read faster or slower"),
+    ("↑ ↓  j k", "move through what can be selected; page up/down, g, G"),
+    ("/  escape", "show only what matches; escape shows everything again"),
+    ("R", "drop the cached blocks that no request uses; asks first"),
+    ("t", "theme: dark, light, contrast, mono (plain ASCII)"),
+    ("y", "copy what is selected, or the address, by OSC 52"),
+    ("?  escape", "open and close this help"),
 )
 
 
@@ -79,11 +40,16 @@ class HelpScreen(ModalScreen[None]):
         Binding("k", "scroll(-1)", show=False),
     ]
 
+    def __init__(self, pages: Sequence[Page], shown: Page) -> None:
+        """`shown` is explained first, since it is the one that was looked at."""
+        super().__init__()
+        self._sections = _sections(pages, shown)
+
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="box") as box:
             box.border_title = Content("Help")
             box.border_subtitle = Content("escape closes, ↑↓ scroll")
-            yield Static(_text())
+            yield Static(_text(self._sections))
 
     def on_mount(self) -> None:
         self.query_one("#box").focus()
@@ -92,9 +58,18 @@ class HelpScreen(ModalScreen[None]):
         self.query_one("#box").scroll_relative(y=delta, animate=False)
 
 
-def _text() -> Content:
+def _sections(pages: Sequence[Page], shown: Page) -> list[Section]:
+    sections: list[Section] = [("Keys", _KEYS)]
+    for page in sorted(pages, key=lambda page: page is not shown):
+        if page.keys:
+            sections.append((f"{pages.index(page) + 1} {page.title}: keys", page.keys))
+        sections += [(f"{page.title}: {title}", entries) for title, entries in page.explains]
+    return sections
+
+
+def _text(sections: Sequence[Section]) -> Content:
     parts: list[str | tuple[str, str]] = []
-    for title, entries in _SECTIONS:
+    for title, entries in sections:
         parts.append((f"{title}\n", "bold $accent"))
         for key, meaning in entries:
             parts += [(f"  {key:<11}", "bold $primary"), f" {meaning}\n"]

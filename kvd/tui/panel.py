@@ -67,12 +67,17 @@ def crop(spans: Spans, width: int) -> Spans:
 class Panel(Widget):
     """A widget that draws a `View`. Subclasses implement `draw`, and `titles` where they have a border."""
 
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id)
+    def __init__(self, *, id: str, classes: str = "") -> None:
+        super().__init__(id=id, classes=classes)
         self._view: View | None = None
         self._link: Link | None = None
         self._lines: list[Spans] = []
         self._titles = ("", "")
+
+    @property
+    def view(self) -> View | None:
+        """What was shown last; None before the first snapshot."""
+        return self._view
 
     @abstractmethod
     def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:

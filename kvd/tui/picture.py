@@ -17,7 +17,7 @@ from rich.style import Style
 from textual.app import App
 
 from kvd.tui.charts import EIGHTHS
-from kvd.tui.palette import BACKGROUND, BORDER, TEXT
+from kvd.tui.palette import colors
 
 _FONT_SIZE = 16.0
 _CELL_WIDTH = 9.632  # of the usual monospace fonts at that size, DejaVu Sans Mono and Menlo among them
@@ -47,8 +47,8 @@ def picture(app: App[Any]) -> str:
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.1f} {height:.1f}">',
-            f'<rect x="0.5" y="0.5" width="{width - 1:.1f}" height="{height - 1:.1f}" rx="10" fill="{BACKGROUND}" '
-            f'stroke="{BORDER}"/>',
+            f'<rect x="0.5" y="0.5" width="{width - 1:.1f}" height="{height - 1:.1f}" rx="10" '
+            f'fill="{colors().background}" stroke="{colors().border}"/>',
             f'<g transform="translate({_MARGIN:g},{_MARGIN:g})" font-family="{_FONTS}" font-size="{_FONT_SIZE:g}" '
             'xml:space="preserve">',
             *shapes,
@@ -66,11 +66,13 @@ def save_picture(app: App[Any], path: Path) -> None:
 
 
 def _draw(shapes: list[str], texts: list[str], text: str, style: Style, column: int, row: int) -> None:
-    color = style.color.get_truecolor().hex if style.color and not style.color.is_default else TEXT
-    background = style.bgcolor.get_truecolor().hex if style.bgcolor and not style.bgcolor.is_default else BACKGROUND
+    color = style.color.get_truecolor().hex if style.color and not style.color.is_default else colors().text
+    background = (
+        style.bgcolor.get_truecolor().hex if style.bgcolor and not style.bgcolor.is_default else colors().background
+    )
     if style.reverse:
         color, background = background, color
-    if background != BACKGROUND:
+    if background != colors().background:
         shapes.append(_rect(column, row, cell_len(text), 1.0, background))
     word, word_column = "", column
     for char, count in _runs(text):
@@ -82,12 +84,12 @@ def _draw(shapes: list[str], texts: list[str], text: str, style: Style, column: 
                 word_column = column
             word += char * count
         else:
-            _write(texts, word, word_column, row, color, is_bold=bool(style.bold))
+            _write(texts, word, word_column, row, color, style)
             word = ""
             if shape:
                 shapes.append(shape)
         column += cells
-    _write(texts, word, word_column, row, color, is_bold=bool(style.bold))
+    _write(texts, word, word_column, row, color, style)
 
 
 def _runs(text: str) -> list[tuple[str, int]]:
@@ -137,12 +139,18 @@ def _rect(column: int, row: int, cells: int, share: float, color: str, *, opacit
     )
 
 
-def _write(texts: list[str], word: str, column: int, row: int, color: str, *, is_bold: bool) -> None:
+def _write(texts: list[str], word: str, column: int, row: int, color: str, style: Style) -> None:
     word = word.rstrip()
     if not word:
         return
-    weight = ' font-weight="bold"' if is_bold else ""
+    lines = [name for name, has in (("underline", style.underline), ("line-through", style.strike)) if has]
+    attributes = (
+        (' font-weight="bold"' if style.bold else "")
+        + (' font-style="italic"' if style.italic else "")
+        + (' fill-opacity="0.6"' if style.dim else "")
+        + (f' text-decoration="{" ".join(lines)}"' if lines else "")
+    )
     texts.append(
-        f'<text x="{column * _CELL_WIDTH:.1f}" y="{row * _CELL_HEIGHT + _BASELINE:.1f}" fill="{color}"{weight} '
+        f'<text x="{column * _CELL_WIDTH:.1f}" y="{row * _CELL_HEIGHT + _BASELINE:.1f}" fill="{color}"{attributes} '
         f'textLength="{cell_len(word) * _CELL_WIDTH:.1f}">{escape(word)}</text>'
     )

@@ -7,6 +7,7 @@ every figure of a panel is of one poll, and no figure spans a restart of the eng
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -83,11 +84,36 @@ class Link:
     interval_seconds: float
     is_paused: bool = False
     problem: str = ""  # why the source does not answer; empty while it does
+    is_read_only: bool = False  # nothing may be changed from here
+    show_prompts: bool = False  # text of prompts may be shown without a key for it
 
 
 def in_reading_order(requests: tuple[RequestView, ...]) -> tuple[RequestView, ...]:
     """Running before preempted before waiting, each the oldest first: rows move as little as possible."""
     return tuple(sorted(requests, key=lambda row: (_STATE_ORDER[row.state], -row.age_seconds, row.request_id)))
+
+
+def matching(requests: tuple[RequestView, ...], text: str) -> tuple[RequestView, ...]:
+    """The requests with every word of `text` in their id, client, endpoint or state; upper and lower case alike."""
+    words = text.lower().split()
+    if not words:
+        return requests
+
+    def has_all(row: RequestView) -> bool:
+        names = f"{row.request_id} {row.client} {row.endpoint} {row.state}".lower()
+        return all(word in names for word in words)
+
+    return tuple(filter(has_all, requests))
+
+
+def sorted_by(
+    requests: tuple[RequestView, ...], key: Callable[[RequestView], float | str | None], *, is_descending: bool
+) -> tuple[RequestView, ...]:
+    """The requests by `key`, equal ones in the order that they had; those without a value come last either way."""
+    known = [row for row in requests if key(row) is not None]
+    unknown = [row for row in requests if key(row) is None]
+    known.sort(key=key, reverse=is_descending)  # type: ignore[arg-type]  # numbers or texts, never both in a column
+    return (*known, *unknown)
 
 
 class History:

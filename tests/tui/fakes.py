@@ -1,4 +1,4 @@
-"""A snapshot source and a control without an engine, for tests and for looking at the dashboard.
+"""A console without an engine, for tests and for looking at the dashboard.
 
     python -m tests.tui.fakes [busy|idle|many|lost]
 
@@ -14,7 +14,21 @@ import sys
 import time
 from dataclasses import replace
 
-from kvd.views import Counters, EngineInfo, Histogram, MemoryBudget, RequestState, RequestView, Snapshot, StepMix
+from kvd.errors import KvdError
+from kvd.insight import BlockMap, DoctorReport, MapCell, Reveal, Timeline
+from kvd.views import (
+    Counters,
+    EngineInfo,
+    Histogram,
+    LogEvent,
+    MemoryBudget,
+    PrefixView,
+    RequestState,
+    RequestView,
+    SessionInfo,
+    Snapshot,
+    StepMix,
+)
 
 BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, math.inf)
 BLOCK_BYTES = 16 * 11_880
@@ -104,13 +118,60 @@ def snapshot(
     return replace(view, **fields)  # type: ignore[arg-type]
 
 
-class FakeSource:
-    """Answers with `current`, or raises `error`, or hangs; counts what it was asked."""
+def block_map(
+    *,
+    num_blocks: int = 2048,
+    num_cells: int = 512,
+    num_active: int = 900,
+    num_cached: int = 700,
+    owners: tuple[str, ...] = ("claude-code 127.0.0.1", "rag-indexer", "open-webui 192.168.1.23"),
+) -> BlockMap:
+    """A pool whose lowest blocks are active, then cached, then free, each owner with a run of neighbours."""
+    per_cell = max(1, -(-num_blocks // num_cells))
+    cells = []
+    owned = [0] * len(owners)
+    for first in range(0, num_blocks, per_cell):
+        last = min(num_blocks, first + per_cell)
+        active = max(0, min(last, num_active) - first)
+        cached = max(0, min(last, num_active + num_cached) - max(first, num_active))
+        owner = (first * 7 // max(1, num_blocks)) % len(owners) if active + cached else -1
+        if owner >= 0:
+            owned[owner] += active + cached
+        idle = 3.0 + 400.0 * first / max(1, num_blocks) if cached else 0.0
+        cells.append(MapCell(last - first - active - cached, cached, active, active // 2, cached // 8, owner, idle))
+    return BlockMap(0, 1, num_blocks, per_cell, owners, tuple(owned), tuple(cells))
+
+
+def no_findings() -> DoctorReport:
+    """The report of a doctor that has seen nothing."""
+    return DoctorReport((), (), 0, 0, 0, 0, 0, 0.0, 0.0, ())
+
+
+class FakeConsole:
+    """Answers what it was told to; what it was asked and told to do is counted.
+
+    `current` is the snapshot. `error` and `hangs` are of the snapshot, `act_error` of what changes something,
+    `insight_error` and `insight_hangs` of what explains. Timelines are by request id, reveals by name. `acts` has every
+    act with its argument, as ("pin", "ab12"); acts change nothing but `cached_prefixes`. `asked` has every question.
+    """
 
     def __init__(self, current: Snapshot) -> None:
         self.current = current
         self.error: Exception | None = None
         self.hangs = False
+        self.act_error: Exception | None = None
+        self.insight_error: Exception | None = None
+        self.insight_hangs = False
+        self.still_runs = True
+        self.num_dropped = 321
+        self.block_maps: dict[int, BlockMap] = {0: block_map(num_active=0, num_cached=0)}
+        self.cached_prefixes: tuple[PrefixView, ...] = ()
+        self.known_timelines: dict[str, Timeline] = {}
+        self.log: tuple[LogEvent, ...] = ()
+        self.report = no_findings()
+        self.reveals: dict[str, Reveal] = {}
+        self.acts: list[tuple[str, str]] = []
+        self.asked: list[tuple[str, object]] = []
         self.num_calls = 0
         self.num_detailed_calls = 0
 
@@ -123,35 +184,108 @@ class FakeSource:
             raise self.error
         return self.current if details else replace(self.current, requests=())
 
+    # ------------------------------------------------------------------ acts
 
-class FakeControl:
-    """Remembers what the operator did."""
+    def _act(self, name: str, argument: str) -> None:
+        if self.act_error is not None:
+            raise self.act_error
+        self.acts.append((name, argument))
 
-    def __init__(self) -> None:
-        self.aborted: list[str] = []
-        self.num_resets = 0
-        self.error: Exception | None = None
-        self.still_runs = True
+    @property
+    def aborted(self) -> list[str]:
+        """The requests that were to be ended."""
+        return [argument for name, argument in self.acts if name == "abort"]
 
     async def abort(self, request_id: str) -> bool:
-        if self.error is not None:
-            raise self.error
-        self.aborted.append(request_id)
+        self._act("abort", request_id)
         return self.still_runs
 
     async def reset_cache(self) -> int:
-        if self.error is not None:
-            raise self.error
-        self.num_resets += 1
-        return 321
+        self._act("reset", "")
+        return self.num_dropped
+
+    async def drop_prefix(self, chain: str) -> int:
+        self._act("drop", chain)
+        found = [prefix for prefix in self.cached_prefixes if prefix.prefix_id == chain]
+        self.cached_prefixes = tuple(prefix for prefix in self.cached_prefixes if prefix.prefix_id != chain)
+        return sum(prefix.num_tokens // 16 for prefix in found)
+
+    async def pin(self, chain: str) -> int:
+        self._act("pin", chain)
+        return self._set_pinned(chain, is_pinned=True)
+
+    async def unpin(self, chain: str) -> bool:
+        self._act("unpin", chain)
+        return self._set_pinned(chain, is_pinned=False) > 0
+
+    def _set_pinned(self, chain: str, *, is_pinned: bool) -> int:
+        found = sum(prefix.num_tokens // 16 for prefix in self.cached_prefixes if prefix.prefix_id == chain)
+        self.cached_prefixes = tuple(
+            replace(prefix, is_pinned=is_pinned) if prefix.prefix_id == chain else prefix
+            for prefix in self.cached_prefixes
+        )
+        return found
+
+    async def keep_turn(self, request_id: str) -> int:
+        self._act("keep_turn", request_id)
+        return 0
+
+    async def save_session(self, name: str, chain: str) -> SessionInfo:
+        self._act("save", f"{name} {chain}")
+        return SessionInfo(name, 0, 0)
+
+    async def restore_session(self, name: str) -> SessionInfo:
+        self._act("restore", name)
+        return SessionInfo(name, 0, 0)
+
+    # ------------------------------------------------------------------ insight
+
+    async def _asked(self, name: str, argument: object) -> None:
+        self.asked.append((name, argument))
+        if self.insight_hangs:
+            await asyncio.Event().wait()
+        if self.insight_error is not None:
+            raise self.insight_error
+
+    async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        await self._asked("prefixes", limit)
+        return self.cached_prefixes[:limit]
+
+    async def block_map(self, max_cells: int, group_id: int = 0) -> BlockMap:
+        await self._asked("block_map", (max_cells, group_id))
+        return self.block_maps[group_id]
+
+    async def timeline(self, request_id: str) -> Timeline | None:
+        await self._asked("timeline", request_id)
+        return self.known_timelines.get(request_id)
+
+    async def timelines(self, limit: int) -> tuple[Timeline, ...]:
+        await self._asked("timelines", limit)
+        ended = [line for line in self.known_timelines.values() if line.has_ended]
+        return tuple(replace(line, entries=line.entries[-1:]) for line in ended[:limit])
+
+    async def events(self, limit: int) -> tuple[LogEvent, ...]:
+        await self._asked("events", limit)
+        return self.log[-limit:]
+
+    async def doctor(self) -> DoctorReport:
+        await self._asked("doctor", None)
+        return self.report
+
+    async def reveal(self, name: str) -> Reveal:
+        await self._asked("reveal", name)
+        if name not in self.reveals:
+            raise KvdError(f"nothing is known of {name}")
+        return self.reveals[name]
 
 
-class LivelySource:
+class LivelyConsole(FakeConsole):
     """An engine that is made up as it goes, for a person to look at."""
 
     _CLIENTS = ("claude-code 127.0.0.1", "rag-indexer", "open-webui 192.168.1.23", "autocomplete", "aider 127.0.0.1")
 
     def __init__(self, *, num_requests: int, seed: int = 1) -> None:
+        super().__init__(snapshot())
         self._random = random.Random(seed)
         self._start = time.monotonic()
         self._last = self._start
@@ -269,19 +403,14 @@ class LivelySource:
         self._requests = [r for r in self._requests if r.request_id != request_id]
         return len(self._requests) < before
 
-    async def reset_cache(self) -> int:
-        return 321
-
 
 def main() -> None:
     from kvd.tui.app import Dashboard
 
     kind = sys.argv[1] if len(sys.argv) > 1 else "busy"
-    engine = LivelySource(num_requests={"busy": 19, "idle": 0, "many": 500, "lost": 0}[kind])
+    engine = LivelyConsole(num_requests={"busy": 19, "idle": 0, "many": 500, "lost": 0}[kind])
     engine._lost = kind == "lost"
-    dashboard = Dashboard(
-        engine, engine, address="http://127.0.0.1:8000/v1", model="smollm2-135m-instruct", on_quit="ask"
-    )
+    dashboard = Dashboard(engine, address="http://127.0.0.1:8000/v1", model="smollm2-135m-instruct", on_quit="ask")
     print(asyncio.run(dashboard.run_async()))
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from textual.pilot import Pilot
 
 from kvd.device_facts import DeviceFacts
-from kvd.tui.app import Dashboard, Outcome
+from kvd.tui.app import Dashboard
 from kvd.tui.question import Question
+from kvd.tui.requests import RequestsPanel
 from kvd.tui.view import View
 from kvd.views import Counters, Snapshot, StepMix
-from tests.tui.fakes import INFO, FakeControl, FakeSource, histogram, row, snapshot
-
-SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 50)], ids=["80x24", "160x50"])
+from tests.tui.fakes import INFO, FakeConsole, histogram, row, snapshot
+from tests.tui.screens import SIZES, Screen, running
 
 HISTOGRAMS = {
     "time_to_first_token_seconds": histogram([0.2] * 10 + [30.0]),
@@ -46,69 +42,12 @@ def busy(num_running: int = 16, num_waiting: int = 12) -> Snapshot:
     )
 
 
+def table(screen: Screen) -> RequestsPanel:
+    """The requests on the overview."""
+    return screen.app.screen.query_one(RequestsPanel)
+
+
 FACTS = DeviceFacts("card", 0.87, 24 << 30, 21 << 30, None, 312.0, None, 71.0, 1695.0, 9501.0, ())
-
-
-class Screen:
-    """A running dashboard and the hands on its keyboard."""
-
-    def __init__(self, app: Dashboard, pilot: Pilot[Outcome], source: FakeSource, control: FakeControl) -> None:
-        self.app, self.pilot, self.source, self.control = app, pilot, source, control
-
-    @property
-    def lines(self) -> list[str]:
-        return [strip.text.rstrip() for strip in self.app.screen._compositor.render_strips()]
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        """Let the app work until this holds; it is an error when it never does."""
-        for _ in range(500):
-            if is_so():
-                return
-            await self.pilot.pause()
-            await asyncio.sleep(0.005)
-        raise AssertionError(f"never came true; on the screen:\n{self.text}")
-
-    async def refresh(self) -> None:
-        """One more poll, painted."""
-        calls, paints = self.source.num_calls, self.app.num_paints
-        self.app.poll_now()
-        await self.until(lambda: self.source.num_calls > calls and self.app.num_paints > paints)
-
-    async def show(self, current: Snapshot) -> None:
-        self.source.current = current
-        # The request table is asked for four times a second at most; here there is no reason to wait.
-        self.app._poller._details_time = float("-inf")
-        await self.refresh()
-        await self.pilot.pause()
-
-    async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-        await self.pilot.pause()
-
-
-@asynccontextmanager
-async def running(
-    current: Snapshot, *, size: tuple[int, int] = (80, 24), on_quit: str = "ask", **options: Any
-) -> AsyncIterator[Screen]:
-    source, control = FakeSource(current), FakeControl()
-    app = Dashboard(
-        source,
-        control,
-        address="http://127.0.0.1:8000/v1",
-        model="smollm2-135m-instruct",
-        on_quit=on_quit,  # type: ignore[arg-type]
-        interval_seconds=60.0,
-        **options,
-    )
-    async with app.run_test(size=size) as pilot:
-        screen = Screen(app, pilot, source, control)
-        await screen.until(lambda: app.num_paints > 0)
-        await pilot.pause()
-        yield screen
 
 
 # --------------------------------------------------------------------------- what is shown
@@ -135,7 +74,7 @@ async def test_a_busy_engine_shows_everything_essential(size: tuple[int, int]) -
             "12,345 of 19,456", "evicted    120", "preempted  3", "recomputed 2,345", "TTFT", "p50", "p95", "ITL",
             "16 running, 12 waiting",
             "of 28", "prefill 43%", "64%", "37/512", "182ms", "1m40", "p95 >10.0s",
-            "KV pool full: 12 waiting; raise cpu_memory_utilization or lower max_model_len", "x abort", "r reset cache",
+            "KV pool full: 12 waiting; raise cpu_memory_utilization or lower max_model_len", "x abort", "/ filter",
         ):  # fmt: skip
             assert word in text, word
         heading = next(line for line in screen.lines if "client" in line)
@@ -148,7 +87,7 @@ async def test_a_busy_engine_shows_everything_essential(size: tuple[int, int]) -
 async def test_the_device_has_a_line_where_there_is_one(size: tuple[int, int]) -> None:
     async with running(busy(), size=size) as screen:
         assert "GPU" not in screen.text
-        screen.source.current = replace(busy(), device=FACTS)
+        screen.console.current = replace(busy(), device=FACTS)
         await screen.refresh()
         (line,) = [line for line in screen.lines if "GPU 87%" in line]
         assert "21 GiB of 24 GiB" in line
@@ -201,26 +140,26 @@ async def test_five_hundred_requests_cost_the_lines_in_view() -> None:
     many = busy(num_running=16, num_waiting=484)
     async with running(many, size=(160, 50)) as screen:
         assert "16 running, 484 waiting" in screen.text
-        assert len(screen.app._requests._lines) <= 50
+        assert len(table(screen)._lines) <= 50
         await screen.press("end")
         assert "of 500" in screen.text
         assert "000499ab"[:6] in screen.text
         await screen.press("home")
-        assert "1–18 of 500" in screen.text
+        assert "1–17 of 500" in screen.text
 
 
 async def test_only_lines_that_changed_are_painted() -> None:
     first = busy()
     async with running(first) as screen:
         painted: list[int] = []
-        table = screen.app._requests
-        original = table.render_line
+        requests = table(screen)
+        original = requests.render_line
 
         def spy(y: int) -> Any:
             painted.append(y)
             return original(y)
 
-        table.render_line = spy  # type: ignore[method-assign]
+        requests.render_line = spy  # type: ignore[method-assign]
         rows = (first.requests[0], replace(first.requests[1], num_output_tokens=99), *first.requests[2:])
         await screen.show(replace(first, time=first.time + 1.0, requests=rows))
         await screen.until(lambda: bool(painted))
@@ -278,10 +217,9 @@ async def test_without_colour_the_bar_still_says_which_is_which(monkeypatch: pyt
         assert "█" in bar
         assert "▒" in bar
         assert "·" in bar
-        strip = screen.app.screen._compositor.render_strips()[3]
-        triplets = [s.style.color.triplet for s in strip if s.style and s.style.color and s.style.color.triplet]
-        assert triplets
-        assert all(max(t) - min(t) <= 1 for t in triplets)
+        segments = [segment for strip in screen.strips for segment in strip]
+        assert not [s for s in segments if s.style and (s.style.color or s.style.bgcolor)]
+        assert "\x1b[" in "".join(strip.render(screen.app.console) for strip in screen.strips), "bold is left"
 
 
 # --------------------------------------------------------------------------- a source that fails
@@ -289,12 +227,12 @@ async def test_without_colour_the_bar_still_says_which_is_which(monkeypatch: pyt
 
 async def test_a_failing_source_is_shown_and_tried_again() -> None:
     async with running(busy()) as screen:
-        screen.source.error = ConnectionRefusedError("connection to 127.0.0.1:8000 refused")
+        screen.console.error = ConnectionRefusedError("connection to 127.0.0.1:8000 refused")
         await screen.refresh()
         assert "✖ disconnected" in screen.text
         assert "Disconnected: connection to 127.0.0.1:8000 refused; trying again" in screen.text
         assert "A active 2,048" in screen.text  # the last figures stay
-        screen.source.error = None
+        screen.console.error = None
         await screen.show(snapshot(time=5.0, cached=40))  # restarted meanwhile: its clock is another
         assert "● ready" in screen.text
         assert "C cached 40" in screen.text
@@ -303,19 +241,17 @@ async def test_a_failing_source_is_shown_and_tried_again() -> None:
 
 async def test_a_silent_source_is_disconnected_too() -> None:
     async with running(busy(), timeout_seconds=0.05) as screen:
-        screen.source.hangs = True
+        screen.console.hangs = True
         await screen.refresh()
         assert "no answer within 0.05 s" in screen.text
 
 
 async def test_a_source_that_never_answered() -> None:
-    source = FakeSource(busy())
-    source.error = RuntimeError("")
-    app = Dashboard(source, FakeControl(), address="x", model="m", on_quit="close", interval_seconds=60.0)
-    async with app.run_test(size=(80, 24)) as pilot:
-        screen = Screen(app, pilot, source, FakeControl())
-        await screen.until(lambda: "Disconnected: RuntimeError; trying again" in screen.text)
-        await screen.press("x", "r", "escape", "question_mark", "escape")
+    console = FakeConsole(busy())
+    console.error = RuntimeError("")
+    async with running(busy(), console=console, on_quit="close") as screen:
+        assert "Disconnected: RuntimeError; trying again" in screen.text
+        await screen.press("x", "R", "escape", "question_mark", "escape")
 
 
 async def test_a_fault_of_the_dashboard_closes_it_and_nothing_else(
@@ -325,7 +261,7 @@ async def test_a_fault_of_the_dashboard_closes_it_and_nothing_else(
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr("kvd.tui.view.History.add", broken)
-    app = Dashboard(FakeSource(busy()), FakeControl(), address="x", model="m", on_quit="ask", interval_seconds=60.0)
+    app = Dashboard(FakeConsole(busy()), address="x", model="m", on_quit="ask", interval_seconds=60.0)
     assert await app.run_async(headless=True, size=(80, 24)) == "close"
     assert "the server keeps running" in caplog.text
 
@@ -383,9 +319,9 @@ async def test_x_aborts_the_selected_request_after_a_question() -> None:
         await screen.press("down", "down", "x")
         assert "chatcmpl-000002ab" in screen.text
         assert "openai-python 10.0.0.7: decode, 37 tokens" in screen.text
-        assert screen.control.aborted == []
+        assert screen.console.aborted == []
         await screen.press("y")
-        await screen.until(lambda: screen.control.aborted == ["chatcmpl-000002ab"])
+        await screen.until(lambda: screen.console.aborted == ["chatcmpl-000002ab"])
         await screen.until(lambda: "chatcmpl-000002ab aborted" in screen.text)
 
 
@@ -393,40 +329,40 @@ async def test_x_and_enter_change_nothing() -> None:
     async with running(busy()) as screen:
         await screen.press("x", "enter")
         await screen.refresh()
-        assert screen.control.aborted == []
+        assert screen.console.aborted == []
 
 
 async def test_aborting_what_has_ended_says_so() -> None:
     async with running(busy()) as screen:
-        screen.control.still_runs = False
+        screen.console.still_runs = False
         await screen.press("x", "y")
         await screen.until(lambda: "had ended already" in screen.text)
 
 
 async def test_an_act_that_fails_is_a_line_of_text() -> None:
     async with running(busy()) as screen:
-        screen.control.error = ConnectionResetError("connection reset")
+        screen.console.act_error = ConnectionResetError("connection reset")
         await screen.press("x", "y")
         await screen.until(lambda: "abort failed: connection reset" in screen.text)
-        await screen.press("r", "y")
+        await screen.press("R", "y")
         await screen.until(lambda: "reset failed: connection reset" in screen.text)
 
 
-async def test_r_resets_the_cache_after_a_question() -> None:
+async def test_shift_r_resets_the_cache_after_a_question() -> None:
     async with running(snapshot(cached=321)) as screen:
-        await screen.press("r")
+        await screen.press("R")
         assert "321 cached blocks would be dropped" in screen.text
         assert "RAM and disk" not in screen.text
         await screen.press("n")
-        assert screen.control.num_resets == 0
-        await screen.press("r", "y")
+        assert screen.console.acts == []
+        await screen.press("R", "y")
         await screen.until(lambda: "321 cached blocks dropped" in screen.text)
-        assert screen.control.num_resets == 1
+        assert screen.console.acts == [("reset", "")]
 
 
 async def test_the_question_before_a_reset_names_the_tiers_below() -> None:
     async with running(replace(snapshot(cached=0), num_ram_blocks=279, num_ram_blocks_used=70)) as screen:
-        await screen.press("r")
+        await screen.press("R")
         assert "0 cached blocks would be dropped" in screen.text
         assert "all that RAM and disk keep" in screen.text
 
@@ -435,13 +371,13 @@ async def test_the_cursor_stays_with_its_request() -> None:
     first = busy(num_running=4, num_waiting=0)
     async with running(first) as screen:
         await screen.press("down", "down")
-        assert screen.app._requests.selected == first.requests[2]
+        assert table(screen).selected == first.requests[2]
         await screen.show(replace(first, time=first.time + 1.0, requests=first.requests[1:]))
-        assert screen.app._requests.selected == first.requests[2]
+        assert table(screen).selected == first.requests[2]
         await screen.show(replace(first, time=first.time + 2.0, requests=first.requests[:1]))
-        assert screen.app._requests.selected == first.requests[0]
+        assert table(screen).selected == first.requests[0]
         await screen.show(snapshot(time=first.time + 3.0))
-        assert screen.app._requests.selected is None
+        assert table(screen).selected is None
         await screen.press("x", "up", "down", "end")
         assert not isinstance(screen.app.screen, Question)
 
@@ -449,7 +385,7 @@ async def test_the_cursor_stays_with_its_request() -> None:
 async def test_the_mouse_selects() -> None:
     async with running(busy()) as screen:
         await screen.pilot.click("#requests", offset=(10, 4))
-        assert screen.app._requests.selected == busy().requests[2]
+        assert table(screen).selected == busy().requests[2]
 
 
 async def test_space_pauses_the_figures() -> None:
@@ -457,24 +393,24 @@ async def test_space_pauses_the_figures() -> None:
         await screen.press("space")
         assert "‖ paused" in screen.text
         assert "space resume" in screen.text
-        calls = screen.source.num_calls
+        calls = screen.console.num_calls
         for _ in range(3):
             screen.app.poll_now()
             await screen.pilot.pause()
-        assert screen.source.num_calls == calls
+        assert screen.console.num_calls == calls
         await screen.press("space")
-        await screen.until(lambda: screen.source.num_calls > calls)
+        await screen.until(lambda: screen.console.num_calls > calls)
         assert "paused" not in screen.text
 
 
 async def test_plus_and_minus_change_the_pace() -> None:
     async with running(busy()) as screen:
         await screen.press("plus", "plus")
-        assert "every 2s" in screen.text
+        assert "+/- 2s" in screen.text
         await screen.press("minus")
-        assert "every 5s" in screen.text
+        assert "+/- 5s" in screen.text
         await screen.press(*["plus"] * 9)
-        assert "every 0.1s" in screen.text
+        assert "+/- 0.1s" in screen.text
 
 
 async def test_help_explains_keys_and_figures() -> None:
@@ -498,12 +434,12 @@ async def test_figures_go_on_below_a_question() -> None:
 async def test_details_are_asked_for_no_more_often_than_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.tui.poller.DETAILS_EVERY_SECONDS", 3600.0)
     async with running(busy()) as screen:
-        assert screen.source.num_detailed_calls == 1
+        assert screen.console.num_detailed_calls == 1
         await screen.refresh()
         await screen.refresh()
-        assert screen.source.num_detailed_calls == 1
+        assert screen.console.num_detailed_calls == 1
         assert "16 running, 12 waiting" in screen.text
-        assert "1–5 of 28" in screen.text
+        assert "1–4 of 28" in screen.text
 
 
 # --------------------------------------------------------------------------- pictures
