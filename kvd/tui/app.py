@@ -26,6 +26,7 @@ from textual.timer import Timer
 from kvd.insight import Console
 from kvd.tui import palette
 from kvd.tui.acts import reset_cache
+from kvd.tui.cache_page import CachePage
 from kvd.tui.fetcher import Fetcher
 from kvd.tui.filter_line import FilterLine
 from kvd.tui.header import Header
@@ -43,7 +44,7 @@ from kvd.tui.view import History, Link, View
 
 log = logging.getLogger(__name__)
 
-PAGES: tuple[type[Page], ...] = (OverviewPage,)
+PAGES: tuple[type[Page], ...] = (OverviewPage, CachePage)
 """In the order of their keys."""
 
 NOTE_SECONDS = 4.0
