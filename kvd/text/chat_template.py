@@ -7,6 +7,7 @@ an environment of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from types import CodeType
@@ -16,6 +17,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
 from kvd.errors import CheckpointError, RequestError
 from kvd.text.literals import ControlTokens, Literals, Rendered
+from kvd.text.role_order import milder_orders
 from kvd.text.sandbox import BoundedEnvironment, Meter
 
 _RESERVED_NAMES = frozenset({
@@ -93,7 +95,7 @@ class ChatTemplate:
             "tools": marked_tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        rendered = self._run(variables, literals, new_meter())
+        rendered = self._run_in_some_order(variables, literals, new_meter)
         if continue_final_message:
             before, mark, after = rendered.rpartition(literals.final)
             if not mark:
@@ -103,6 +105,16 @@ class ChatTemplate:
                 )
             rendered = before if after.startswith(" ") else before.rstrip()
         return literals.resolve(rendered)
+
+    def _run_in_some_order(self, variables: dict[str, Any], literals: Literals, new_meter: Callable[[], Meter]) -> str:
+        """What the template makes of the messages, or of them in a milder order of roles; its first refusal if none."""
+        try:
+            return self._run(variables, literals, new_meter())
+        except RequestError as refusal:
+            for messages in milder_orders(variables["messages"]):
+                with contextlib.suppress(RequestError):
+                    return self._run(variables | {"messages": messages}, literals, new_meter())
+            raise refusal
 
     def _run(self, variables: dict[str, Any], literals: Literals, meter: Meter) -> str:
         environment = BoundedEnvironment(meter)
