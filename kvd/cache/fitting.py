@@ -31,6 +31,7 @@ HEADROOM_BYTES = 256 << 20
 MIN_KV_TOKENS = 512
 """The KV cache that advice about other settings leaves room for."""
 MIN_STEP_TOKENS = 16
+AUTO_MAX_NUM_SEQS = 32
 KV_DTYPES = ("int8", "fp16", "bf16")
 FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
 EXPECTED_MARGIN = 1.2
@@ -219,6 +220,14 @@ def shape_of(spec: DecoderShape) -> ModelShape:
 def kv_dtypes_of(arithmetic: str) -> tuple[str, ...]:
     """What the KV cache may be stored in under an `Ops.arithmetic`, the smallest first."""
     return KV_DTYPES if arithmetic == "a8" else (*FP8_DTYPES, *KV_DTYPES)
+
+
+def limits_of(config: Config, default_step_tokens: int) -> Limits:
+    """The largest step. default_step_tokens: what the backend takes where nobody has said."""
+    return Limits.of(
+        default_step_tokens if config.max_num_batched_tokens is None else config.max_num_batched_tokens,
+        AUTO_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs,
+    )
 
 
 def choice_of(config: Config, limits: Limits, setting: str) -> Choice:

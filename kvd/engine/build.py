@@ -15,7 +15,7 @@ import torch
 
 from kvd import __version__
 from kvd.cache.eviction import POLICIES
-from kvd.cache.fitting import choice_of, kv_dtypes_of, shape_of
+from kvd.cache.fitting import choice_of, kv_dtypes_of, limits_of, shape_of
 from kvd.cache.manager import CacheManager
 from kvd.cache.store import Arena, allocate_cache
 from kvd.config import Config
@@ -28,7 +28,6 @@ from kvd.engine.build_tiers import open_tiers, size_tiers
 from kvd.engine.engine import Engine
 from kvd.engine.memory_budget import (
     Demand,
-    Limits,
     exhaustion_told,
     find_room,
     gib,
@@ -49,7 +48,6 @@ from kvd.scheduler.scheduler import Rates, Scheduler, SchedulerConfig
 from kvd.views import EngineInfo, MemoryBudget
 from kvd_kernels.ops import KVCache, Ops
 
-AUTO_MAX_NUM_SEQS = 32
 WatchDevice = Callable[[str], Callable[[], DeviceFacts | None]]
 
 
@@ -91,10 +89,7 @@ def wire_engine(
     watch: WatchDevice | None = None,
 ) -> Engine:
     """`build_engine` behind the choice of a backend. load: delivers the weights, which nobody else should keep."""
-    limits = Limits.of(
-        ops.default_step_tokens if config.max_num_batched_tokens is None else config.max_num_batched_tokens,
-        AUTO_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs,
-    )
+    limits = limits_of(config, ops.default_step_tokens)
     kv_format = spec.kv_format(config.kv_cache_dtype)
     if config.kv_cache_dtype.startswith("fp8") and ops.arithmetic == "a8":
         raise ConfigError(f"kv_cache_dtype: {config.kv_cache_dtype} {FP8_NEEDS_GPU}")
@@ -193,6 +188,7 @@ def wire_engine(
         prefix_caching=config.enable_prefix_caching,
         budget=budget,
         created=int(time.time()),
+        is_auto_num_seqs=config.max_num_seqs is None,
         version=__version__,
         geometry=Geometry(
             shape_of(spec),

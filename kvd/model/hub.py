@@ -120,6 +120,11 @@ def _refs(repo_folder: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
+def kept_copy(repo_id: str, *, home: Path, revision: str | None) -> Path | None:
+    """Where a checkpoint was downloaded to before, complete; None where it was not. Touches no network."""
+    return _find_kept(home / "hub" / repo_id.replace("/", "--"), revision or "main")
+
+
 def _find_kept(repo_folder: Path, revision: str) -> Path | None:
     """The complete local copy of a revision, as of its last download."""
     commit = revision if COMMIT.fullmatch(revision) else _refs(repo_folder).get(revision)

@@ -112,9 +112,7 @@ def load_weights(files: ModelFiles, spec: ModelSpec, *, progress: Progress, head
 
         contents = read_json_object(files.directory / CONTENTS_NAME)
         digest.update(contents["sha256"].encode())
-        tensors = {
-            name: GgufTensor(kind, tuple(shape), offset) for name, (kind, shape, offset) in contents["tensors"].items()
-        }
+        tensors = tensors_of(contents)
         permuted = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}
         source: Any = GgufWeightSource(files.weights[0], tensors, permuted if spec.architecture == "llama" else {})
     else:
@@ -213,19 +211,41 @@ def _prepare_gguf(path: Path, sha256: str, folder: Path, progress: Progress) -> 
         task.advance(1)
 
 
+def kept_contents(path: Path, home: Path) -> dict[str, Any] | None:
+    """What parsing a GGUF file yielded when it was served before, unless it has changed since; None otherwise."""
+    path = path.absolute()
+    sha256 = _known_hash(path, home)
+    contents = home / "prepared" / f"{(sha256 or '')[:32]}-v{PREPARED_VERSION}" / CONTENTS_NAME
+    return read_json_object(contents) if sha256 is not None and contents.is_file() else None
+
+
+def tensors_of(contents: dict[str, Any]) -> dict[str, GgufTensor]:
+    """The table of tensors of a contents.json."""
+    return {name: GgufTensor(kind, tuple(shape), offset) for name, (kind, shape, offset) in contents["tensors"].items()}
+
+
+def _identity(path: Path, home: Path) -> tuple[list[Any], Path]:
+    """What a file is recognised by without reading it, and where its sha256 is kept."""
+    stat = path.stat()
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns], home / "prepared" / "identity" / f"{name}.json"
+
+
+def _known_hash(path: Path, home: Path) -> str | None:
+    key, record = _identity(path, home)
+    known = read_json_object(record) if record.is_file() else {}
+    return str(known["sha256"]) if known.get("key") == key and isinstance(known.get("sha256"), str) else None
+
+
 def _content_hash(path: Path, home: Path, progress: Progress) -> str:
     """sha256 of a file, remembered by path, size and modification time."""
-    stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
-    record = home / "prepared" / "identity" / f"{name}.json"
-    if record.is_file():
-        known = read_json_object(record)
-        if known.get("key") == key and isinstance(known.get("sha256"), str):
-            return str(known["sha256"])
+    known = _known_hash(path, home)
+    if known is not None:
+        return known
+    key, record = _identity(path, home)
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file, progress.task(f"Checking {path.name}", stat.st_size, "B") as task:
+        with path.open("rb") as file, progress.task(f"Checking {path.name}", key[1], "B") as task:
             while chunk := file.read(HASH_BYTES):
                 digest.update(chunk)
                 task.advance(len(chunk))
