@@ -48,6 +48,7 @@ class EngineInfo:
     created: int  # unix seconds
     version: str
     geometry: Geometry | None = None  # what decides what fits; None: not known
+    is_auto_num_seqs: bool = False  # `max_num_seqs` is a ceiling, and experience says how many run at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ class Snapshot:
     num_blocks_pinned: int = 0
     num_ram_blocks: int = 0  # slots of the RAM tier, first group
     num_ram_blocks_used: int = 0
+    num_ram_blocks_held: int = 0  # of these, for requests that were swapped out, and while they are moved
     running_limit: int = 0  # requests that may run at the same time, as of now
     step_budget: int = 0  # tokens that the latest step was allowed
     histograms: dict[str, Histogram] = field(default_factory=dict)
