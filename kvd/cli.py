@@ -195,6 +195,8 @@ def _version(words: list[str]) -> int:
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "chat": _tool("chat"),
+    "top": _tool("top"),
+    "plan": _tool("plan"),
     "check": _check,
     "models": _models,
     "convert": _convert,

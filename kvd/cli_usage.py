@@ -7,6 +7,8 @@ from collections.abc import Mapping
 USAGE = """\
 usage: kvd [serve] [MODEL] [-c FILE] [flags]   serve a model over HTTP
        kvd chat [--url A]                      talk to an endpoint in the terminal
+       kvd top [URL]                           watch a kvd that runs elsewhere
+       kvd plan [MODEL] [flags]                say what fits, before anything is loaded
        kvd check [MODEL] [-c FILE] [flags]     check a configuration and print it
        kvd models                              list the models that kvd knows by name
        kvd convert SRC DST                     make a 4-bit AWQ directory of a 16-bit model
@@ -44,6 +46,67 @@ reads one question from stdin and writes the answer to stdout.
       What to ask for (default: the first that /v1/models lists).
   --system TEXT
       The system message.
+"""
+
+TOP_USAGE = """\
+usage: kvd top [URL] [--key KEY] [--once] [--json] [--readonly] [--ascii] [--interval S] [--show-prompts]
+
+Show the dashboard of a running kvd. It stays up when the server restarts; q or Ctrl-C closes it. Without a terminal
+it prints the state once.
+
+  URL
+      Base URL, with or without /v1 (default: http://127.0.0.1:8000/v1).
+  --key KEY
+      Also KVD_API_KEY in the environment.
+  --once
+      Print the state as plain text of 80 columns, and end.
+  --json
+      Print one snapshot as a JSON object, and end.
+  --readonly
+      Refuse whatever would change something on the server.
+  --ascii
+      Draw with ASCII characters alone. NO_COLOR in the environment takes the colours away.
+  --interval S
+      Seconds between two snapshots, 0.1 to 60 (default: 0.5).
+  --show-prompts
+      Show prompt text without a key press; the server must have it on, too.
+"""
+
+PLAN_USAGE = """\
+usage: kvd plan [MODEL] [-c FILE] [flags of `kvd serve`] [--gpu NAME | --memory SIZE] [flags]
+       kvd plan --layers N --kv-heads N --head-dim N [sizes] [--gpu NAME | --memory SIZE] [flags]
+       kvd plan --from URL [flags]
+
+Say what fits before anything is loaded: where the memory goes, requests at once by context and KV dtype, the largest
+max_model_len. Reads config.json and the headers of weights, and downloads nothing. Without --gpu and --memory it plans
+for this machine, as `kvd serve` would find it. Exit code 1 where it does not fit.
+
+  --gpu NAME
+      Plan for a card: rtx-3060-12gb, rtx-3080-10gb, rtx-3090, rtx-4060-ti-16gb, rtx-4070-ti-super, rtx-4080, rtx-4090,
+      rtx-5070-ti, rtx-5080, rtx-5090, rtx-a4000, rtx-a5000, rtx-a6000, rtx-6000-ada, rtx-pro-6000-blackwell, l4, l40s,
+      a10, a100-40gb, a100-80gb, h100-80gb, h200.
+  --memory SIZE
+      Plan for a card of that memory, such as 24GiB; with --device cpu for so much free RAM.
+  --requests NxTOKENS
+      Whether so many requests of so many tokens each fit at once: 8x4096, 64x2K.
+  --from URL
+      Plan for a server that runs, with the lengths that it has seen; flags of `kvd serve` change its settings. Any
+      address but this machine's needs --allow-remote.
+  --json
+      Print one JSON object.
+  --chart FILE.svg
+      Draw the memory, and requests at once by context.
+
+A model by numbers:
+
+  --layers N, --kv-heads N, --head-dim N
+      What the KV cache depends on.
+  --heads N, --hidden N, --intermediate N, --vocab N, --positions N
+      The other sizes; what is left out is assumed, and said.
+  --parameters N
+      Count the weights by their number: 7B, 135M; --quantization awq or gguf says that they have 4 bits.
+  --window N, --windowed-layers N
+      Tokens that a query sees in all layers, or in so many of them.
 """
 
 CHECK_USAGE = """\
@@ -175,6 +238,8 @@ Print the version.
 USAGES: Mapping[str, str] = {
     "serve": SERVE_USAGE,
     "chat": CHAT_USAGE,
+    "top": TOP_USAGE,
+    "plan": PLAN_USAGE,
     "check": CHECK_USAGE,
     "models": MODELS_USAGE,
     "convert": CONVERT_USAGE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import msgspec
 
@@ -26,13 +27,12 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 
 def snapshot_for_json(snapshot: Snapshot) -> Snapshot:
     """The same snapshot in a form that JSON can say."""
-    return replace(snapshot, **{field: _each(_finite, getattr(snapshot, field)) for field in _HISTOGRAMS})
+    return _with_histograms(snapshot, _finite)
 
 
 def decode_snapshot(data: bytes | str) -> Snapshot:
     """The inverse of `encode_snapshot`; raises `msgspec.ValidationError` or `DecodeError` on anything else."""
-    snapshot = _SNAPSHOTS.decode(data)
-    return replace(snapshot, **{field: _each(_complete, getattr(snapshot, field)) for field in _HISTOGRAMS})
+    return _with_histograms(_SNAPSHOTS.decode(data), _complete)
 
 
 def encode_log_event(event: LogEvent) -> bytes:
@@ -44,8 +44,13 @@ def decode_log_event(data: bytes | str) -> LogEvent:
     return _LOG_EVENTS.decode(data)
 
 
-def _each(change: Callable[[Histogram], Histogram], histograms: dict[str, Histogram]) -> dict[str, Histogram]:
-    return {name: change(histogram) for name, histogram in histograms.items()}
+def _with_histograms(snapshot: Snapshot, change: Callable[[Histogram], Histogram]) -> Snapshot:
+    """The snapshot with every histogram changed, in whichever field it is."""
+    changed: dict[str, Any] = {
+        field: {name: change(histogram) for name, histogram in getattr(snapshot, field).items()}
+        for field in _HISTOGRAMS
+    }
+    return replace(snapshot, **changed)
 
 
 def _finite(histogram: Histogram) -> Histogram:

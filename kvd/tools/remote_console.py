@@ -29,7 +29,7 @@ from kvd.views import LogEvent, PrefixView, SessionInfo, Snapshot
 CONNECT_SECONDS = 5.0
 CALL_SECONDS = 15.0
 SILENCE_SECONDS = 10.0
-"""A connection to /kvd/events on which nothing comes for so long, or for five intervals, is given up."""
+"""A connection to /kvd/events on which no snapshot comes for so long, or for five intervals, is given up."""
 
 RETRY_SECONDS = (0.25, 3.0)
 """Wait before the first attempt to connect again, and longest wait; each is twice the one before."""
@@ -55,8 +55,16 @@ class RemoteFailed(KvdError):
         self.is_unreachable = is_unreachable
 
 
+class _Timelines(msgspec.Struct):
+    timelines: tuple[Timeline, ...]
+
+
+class _Prefixes(msgspec.Struct):
+    prefixes: tuple[PrefixView, ...]
+
+
 class RemoteConsole:
-    """The console of the kvd at `root`, the base URL without /v1. `close` it in the loop that has used it.
+    """The console of the kvd at `root`, the base URL without /v1. `aclose` it in the loop that has used it.
 
     interval_seconds: how often the server is to send a snapshot. Following it begins with the first call of `snapshot`
     or `events`.
@@ -73,7 +81,7 @@ class RemoteConsole:
         self._problem: RemoteFailed | None = None
         self._events: dict[LogEvent, None] = {}  # in order; a server that is connected to again repeats the newest
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all connections."""
         if self._follower is not None:
             self._follower.cancel()
@@ -85,8 +93,10 @@ class RemoteConsole:
 
     async def snapshot(self, *, details: bool = False) -> Snapshot:
         """The latest that has arrived, always with the request table; waits for the first. Raises RemoteFailed."""
-        self._follow()
+        follower = self._follow()
         await self._is_known.wait()
+        if follower.done():
+            follower.result()  # a fault of ours, which must not look like silence
         if self._snapshot is None:
             assert self._problem is not None
             raise self._problem.with_traceback(None)
@@ -114,12 +124,10 @@ class RemoteConsole:
         return None if data is None else self._decode(path, data, Timeline)
 
     async def timelines(self, limit: int) -> tuple[Timeline, ...]:
-        answer = await self._get(f"/kvd/timelines?limit={limit}", dict[str, tuple[Timeline, ...]])
-        return answer.get("timelines", ())
+        return (await self._get(f"/kvd/timelines?limit={limit}", _Timelines)).timelines
 
     async def prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        answer = await self._get(f"/kvd/cache/prefixes?limit={limit}", dict[str, tuple[PrefixView, ...]])
-        return answer.get("prefixes", ())
+        return (await self._get(f"/kvd/cache/prefixes?limit={limit}", _Prefixes)).prefixes
 
     async def doctor(self) -> DoctorReport:
         return await self._get("/kvd/doctor", DoctorReport)
@@ -155,25 +163,34 @@ class RemoteConsole:
 
     # ------------------------------------------------------------------ following
 
-    def _follow(self) -> None:
+    def _follow(self) -> asyncio.Task[None]:
         if self._follower is None:
             self._follower = asyncio.create_task(self._stay_connected(), name="kvd-events")
+            self._follower.add_done_callback(lambda _: self._is_known.set())
+        return self._follower
 
     async def _stay_connected(self) -> None:
+        silence_seconds = max(SILENCE_SECONDS, 5 * self._interval_seconds)
         shortest, longest = RETRY_SECONDS
         wait_seconds = shortest
         while True:
             try:
-                async with aclosing(self._stream()) as events:
+                async with asyncio.timeout(silence_seconds) as limit, aclosing(self._stream()) as events:
                     async for name, data in events:
                         if self._take(name, data):
                             wait_seconds = shortest
+                            limit.reschedule(asyncio.get_running_loop().time() + silence_seconds)
                 raise RemoteFailed(f"{self.root} has closed the connection")
+            except TimeoutError:
+                self._lose(RemoteFailed(f"{self.root} has sent no snapshot for {silence_seconds:g} s"))
             except RemoteFailed as error:
-                self._snapshot, self._problem = None, error
-                self._is_known.set()
+                self._lose(error)
             await asyncio.sleep(wait_seconds)
             wait_seconds = min(2 * wait_seconds, longest)
+
+    def _lose(self, problem: RemoteFailed) -> None:
+        self._snapshot, self._problem = None, problem
+        self._is_known.set()
 
     def _take(self, name: str, data: bytes) -> bool:
         """Keep what an event says; whether it was a snapshot."""
@@ -189,8 +206,7 @@ class RemoteConsole:
 
     async def _stream(self) -> AsyncGenerator[tuple[str, bytes]]:
         """The events of one connection; of several snapshots that come together, the last one."""
-        silence_seconds = max(SILENCE_SECONDS, 5 * self._interval_seconds)
-        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS, sock_read=silence_seconds)
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
         path = "/kvd/events"
         async with self._open("GET", f"{path}?interval={self._interval_seconds:.3f}", timeout=timeout) as response:
             if response.content_type != "text/event-stream":

@@ -42,7 +42,6 @@ from kvd.views import EngineInfo
 # that does not exist is said at once.
 if TYPE_CHECKING:
     from kvd.engine.engine import Engine
-    from kvd.insight import Console
     from kvd.server.settings import ServerSettings
     from kvd.text.text_model import TextModel
 
@@ -167,6 +166,7 @@ def server_settings(config: Config, info: EngineInfo, files: ModelFiles) -> Serv
         max_body_bytes=config.max_body_size,
         max_body_bytes_in_flight=config.max_body_bytes_in_flight,
         max_waiting=config.max_waiting,
+        show_prompts=config.show_prompts,
     )
 
 
@@ -233,9 +233,11 @@ class _Service:
         shows_dashboard: bool,
     ) -> None:
         from kvd.server.lifecycle import RunningServer, create_runner
+        from kvd.server.state import STATE
 
         self._config = config
         self._engine = engine
+        self._console = app[STATE].console
         self._sockets = sockets
         port = sockets[0].getsockname()[1]
         self._url = base_url(config.host, port)
@@ -303,7 +305,7 @@ class _Service:
         from kvd.tui.app import Dashboard
 
         dashboard = Dashboard(
-            cast("Console", self._engine),
+            self._console,
             address=self._url,
             model=self._engine.info.served_names[0],
             on_quit="ask",

@@ -49,12 +49,14 @@ def serve_in_thread(open_server: OpenServer) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def fake_server(text: TextModel, **settings: object) -> AsyncIterator[str]:
-    """The real application in front of the fake engine."""
-    engine = FakeEngine(text)
+async def fake_server(
+    text: TextModel, *, engine: FakeEngine | None = None, port: int = 0, **settings: object
+) -> AsyncIterator[str]:
+    """The real application in front of the fake engine, a new one unless it is given."""
+    engine = engine or FakeEngine(text)
     chosen = {"end_token_ids": frozenset({END, IM_END}), "shutdown_seconds": 0.2, **settings}
     app = build_app(engine, text, config=ServerSettings(**chosen), doctor=FakeDoctor())  # type: ignore[arg-type]
-    server = await serve(app, "127.0.0.1", 0)
+    server = await serve(app, "127.0.0.1", port)
     try:
         yield server.url
     finally:
