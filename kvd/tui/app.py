@@ -21,33 +21,34 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.filter import LineFilter
-from textual.timer import Timer
 
 from kvd.insight import Console
 from kvd.tui import palette
-from kvd.tui.acts import reset_cache
+from kvd.tui.acts import perform, reset_cache
 from kvd.tui.cache_page import CachePage
+from kvd.tui.events_page import EventsPage
 from kvd.tui.fetcher import Fetcher
 from kvd.tui.filter_line import FilterLine
 from kvd.tui.header import Header
 from kvd.tui.help import HelpScreen
 from kvd.tui.leaving import Outcome, leave_question
 from kvd.tui.looks import Looks
+from kvd.tui.machine_page import MachinePage
 from kvd.tui.overview import OverviewPage
 from kvd.tui.page import Do, Jump, Note, Page, Refetch
 from kvd.tui.panel import Panel
 from kvd.tui.picture import save_picture
 from kvd.tui.poller import Poller, SnapshotArrived, SourceLost
 from kvd.tui.question import Question
+from kvd.tui.requests_page import RequestsPage
 from kvd.tui.status import AlertLine, KeyLine, TabLine
 from kvd.tui.view import History, Link, View
 
 log = logging.getLogger(__name__)
 
-PAGES: tuple[type[Page], ...] = (OverviewPage, CachePage)
+PAGES: tuple[type[Page], ...] = (OverviewPage, CachePage, RequestsPage, MachinePage, EventsPage)
 """In the order of their keys."""
 
-NOTE_SECONDS = 4.0
 FRAME_SECONDS = 1 / 60
 """Textual paints at most this often; what changed between two frames it paints in one go."""
 
@@ -114,7 +115,6 @@ class Dashboard(App[Outcome]):
         self._history = History()
         self._view: View | None = None
         self._problem = ""
-        self._note_timer: Timer | None = None
         self._fresh = asyncio.Event()
         self.num_paints = 0
         self.num_fetches = 0
@@ -382,10 +382,7 @@ class Dashboard(App[Outcome]):
         self.push_screen(message.question, answered)
 
     async def _act(self, message: Do) -> None:
-        try:
-            result = await message.act(self._console)
-        except Exception as error:  # whatever an injected console raises is for the operator to read
-            result = f"{message.name} failed: {error or type(error).__name__}"
+        result = await perform(message, self._console)
         if result:
             self.note(result)
         self.poll_now()
@@ -395,7 +392,4 @@ class Dashboard(App[Outcome]):
 
     def note(self, text: str) -> None:
         """Say something to the operator for a few seconds, in place of the alert."""
-        if self._note_timer is not None:
-            self._note_timer.stop()
         self._alert.note(text)
-        self._note_timer = self.set_timer(NOTE_SECONDS, lambda: self._alert.note(""))

@@ -43,14 +43,14 @@ def full_text(event: LogEvent) -> str:
 
 
 class EventPanel(ListPanel):
-    """The events at or above a level; `needle` is looked for in message, kind and request id, case ignored."""
+    """The events at or above a level, and those of them with every word of a text."""
 
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id, follows=True, classes="box")
+    def __init__(self, *, id: str, classes: str = "") -> None:
+        super().__init__(id=id, follows=True, classes=classes)
         self._events: tuple[LogEvent, ...] | None = None
         self._shown: tuple[LogEvent, ...] = ()
         self.level_index = 1
-        self.needle = ""
+        self._filter = ""
 
     @property
     def num_rows(self) -> int:
@@ -76,19 +76,17 @@ class EventPanel(ListPanel):
         self.level_index = (self.level_index + 1) % len(LEVELS)
         self._choose()
 
-    def look_for(self, needle: str) -> None:
-        self.needle = needle
+    def look_for(self, text: str) -> None:
+        """Show only events with each of these words in message, kind or request id; upper and lower case alike."""
+        self._filter = text
         self._choose()
 
     def _choose(self) -> None:
         selected = self.selected
-        words = self.needle.casefold()
-        quietest = self.level_index
+        words = self._filter.casefold().split()
+        levels = LEVELS[self.level_index :]
         self._shown = tuple(
-            event
-            for event in self._events or ()
-            if LEVELS.index(event.level) >= quietest
-            and (not words or words in f"{event.kind} {event.message} {event.request_id or ''}".casefold())
+            event for event in self._events or () if event.level in levels and (not words or _has_all(event, words))
         )
         if selected is not None and not self.is_following:
             self.place(_index_of(self._shown, selected))
@@ -98,8 +96,8 @@ class EventPanel(ListPanel):
 
     def titles(self, view: View | None, link: Link) -> tuple[str, str]:
         title = "Events" if self.level_index == 0 else f"Events  {self.level} and worse"
-        if self.needle:
-            title += f', with "{clean(self.needle)}"'
+        if self._filter:
+            title += f"  /{clean(self._filter)}"
         following = "follows, " if self.is_following and self.num_rows else ""
         return title, following + self.span_in_view
 
@@ -138,6 +136,11 @@ class EventPanel(ListPanel):
         lines = wrap(text, width, _DETAIL_LINES)
         lines += [""] * (_DETAIL_LINES - len(lines))  # so that the rows do not move with the cursor
         return [(("─" * width, "faint"),), *(((line, "bright"),) for line in lines)]
+
+
+def _has_all(event: LogEvent, words: list[str]) -> bool:
+    text = f"{event.kind} {event.message} {event.request_id or ''}".casefold()
+    return all(word in text for word in words)
 
 
 def _index_of(events: tuple[LogEvent, ...], wanted: LogEvent) -> int:

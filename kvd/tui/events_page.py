@@ -19,17 +19,17 @@ MAX_EVENTS = 1_000
 class EventsPage(Page):
     """The log, the newest at the bottom."""
 
-    title = "Events"
-    fetch_seconds = 1.0
-    filters = "message, kind or request id"
+    title: ClassVar[str] = "Events"
+    fetch_seconds: ClassVar[float] = 1.0
+    filters: ClassVar[str] = "message, kind or request id"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "level", show=False),
         Binding("enter", "open_request", show=False),
     ]
 
     def __init__(self) -> None:
-        super().__init__(id="events-page")
-        self._events = EventPanel(id="events")
+        super().__init__()
+        self._events = EventPanel(id="events", classes="box flush")
 
     def compose(self) -> ComposeResult:
         yield self._events

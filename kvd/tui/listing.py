@@ -130,7 +130,7 @@ def wrap(text: str, width: int, max_lines: int = 1_000) -> list[str]:
         if cell_len(rest) <= width:
             return [*lines, rest]
         if len(lines) == max_lines - 1:
-            return [*lines, fit(rest, width)]
+            return [*lines, fit(rest, width).rstrip()]
         head = set_cell_size(rest, width).rstrip()
         is_whole_word = rest[len(head)] == " "
         end = len(head) if is_whole_word else head.rfind(" ")

@@ -106,19 +106,24 @@ def phase_lines(seconds: dict[Phase, float], width: int) -> list[Spans]:
     bar: Spans = tuple(
         (_MARKS[phase] * count, _STYLES[phase]) for phase, count in zip(PHASES, cells, strict=True) if count
     )
+    legend = _legend(seconds, has_shares=True)
+    return [bar, legend if span_width(legend) <= width else crop(_legend(seconds, has_shares=False), width)]
+
+
+def _legend(seconds: dict[Phase, float], *, has_shares: bool) -> Spans:
     total = sum(seconds.values())
     legend: Spans = ()
     for phase in PHASES:
-        amount = duration(seconds[phase]) if seconds[phase] > 0 else NOTHING
-        share = f" {percent(seconds[phase], total)}" if seconds[phase] > 0 else ""
-        part: Spans = (
+        is_there = seconds[phase] > 0
+        share = f" {percent(seconds[phase], total)}" if is_there and has_shares else ""
+        legend = (
+            *legend,
             (("  " if legend else "") + _MARKS[phase], _STYLES[phase]),
             (f" {phase} ", "muted"),
-            (amount, "bright" if seconds[phase] > 0 else "faint"),
+            (duration(seconds[phase]) if is_there else NOTHING, "bright" if is_there else "faint"),
             (share, "muted"),
         )
-        legend = (*legend, *part)
-    return [bar, crop(legend, width)]
+    return legend
 
 
 def moment(seconds: float) -> str:
@@ -136,8 +141,8 @@ def moment(seconds: float) -> str:
 class TimelinePanel(ListPanel):
     """One request. Shows its latest entry while it runs, unless the operator has moved up."""
 
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id, follows=True, classes="box")
+    def __init__(self, *, id: str, classes: str = "") -> None:
+        super().__init__(id=id, follows=True, classes=classes)
         self.request_id = ""
         self.timeline: Timeline | None = None
         self.is_known: bool | None = None
@@ -164,8 +169,9 @@ class TimelinePanel(ListPanel):
         return len(self.entries)
 
     @property
-    def text_to_copy(self) -> str:
-        return clean(self.request_id)
+    def has_ended(self) -> bool:
+        """Nothing more will come of it, as far as is known."""
+        return self.timeline is not None and self.timeline.has_ended
 
     # ------------------------------------------------------------------ drawing
 
