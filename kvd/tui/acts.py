@@ -9,6 +9,14 @@ from kvd.tui.view import View
 from kvd.views import RequestView
 
 
+async def perform(act: Do, console: Console) -> str:
+    """Do it; returns the line that says what came of it."""
+    try:
+        return await act.act(console)
+    except Exception as error:  # whatever an injected console raises is for the operator to read
+        return f"{act.name} failed: {error or type(error).__name__}"
+
+
 def reset_cache(view: View | None) -> Do:
     """Drop every cached block that nobody uses."""
     cached = view.snapshot.num_blocks_cached if view is not None else 0

@@ -1,15 +1,20 @@
-"""KV blocks: how the pool is split into active, cached and free, now and over the recent polls."""
+"""KV blocks: how each tier is split into active, cached and free, and the pool's share over the recent polls.
+
+Active is what requests use: blocks that they read and write, and in RAM those of requests that were swapped out.
+"""
 
 from __future__ import annotations
 
 from itertools import groupby
+from typing import NamedTuple
 
 from kvd.core import BLOCK_SIZE
 from kvd.tui.charts import EIGHTHS, divide, levels
 from kvd.tui.format import exact, fit, percent, short_count, size
 from kvd.tui.palette import gradient
-from kvd.tui.panel import Panel, Span, Spans
+from kvd.tui.panel import Panel, Span, Spans, crop
 from kvd.tui.view import Link, View
+from kvd.views import Snapshot
 
 _KINDS = (
     # letter, name, glyph of the bar, style of the glyph, style of text on the bar, style of its name
@@ -18,10 +23,39 @@ _KINDS = (
     ("F", "free", "·", "free", "free-label", "muted"),
 )
 _MIN_HEIGHT_WITH_GRAPH = 7
+_MIN_GRAPH_ROWS = 2
+_NAME_WIDTH = 5
+
+
+class Tier(NamedTuple):
+    """A place that keeps blocks. counts: active, cached, free; `unit_bytes` are what one of these is."""
+
+    name: str
+    counts: tuple[int, int, int]
+    unit_bytes: float
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(self.counts) * self.unit_bytes
+
+
+def tiers_of(snapshot: Snapshot) -> list[Tier]:
+    """The pool, and the tiers below it that there are. The disk is full when its bytes are, so bytes are its unit."""
+    block_bytes = snapshot.info.budget.block_bytes
+    pool = (snapshot.num_blocks_active, snapshot.num_blocks_cached, snapshot.num_blocks_free)
+    tiers = [Tier("GPU" if snapshot.info.device.startswith("cuda") else "pool", pool, block_bytes)]
+    if snapshot.num_ram_blocks:
+        held = min(snapshot.num_ram_blocks_held, snapshot.num_ram_blocks_used)
+        idle, free = snapshot.num_ram_blocks_used - held, snapshot.num_ram_blocks - snapshot.num_ram_blocks_used
+        tiers.append(Tier("RAM", (held, idle, free), block_bytes))
+    if snapshot.disk is not None:
+        used = snapshot.disk.num_bytes
+        tiers.append(Tier("disk", (0, used, max(0, snapshot.disk.max_bytes - used)), 1))
+    return tiers
 
 
 class BlocksPanel(Panel):
-    """A bar with the three states of a block, their numbers, and a graph where there is room."""
+    """A bar for each tier with the three states of a block, their numbers, and a graph where there is room."""
 
     def titles(self, view: View | None, link: Link) -> tuple[str, str]:
         if view is None:
@@ -36,17 +70,46 @@ class BlocksPanel(Panel):
         if view is None:
             return []
         snapshot = view.snapshot
-        counts = (snapshot.num_blocks_active, snapshot.num_blocks_cached, snapshot.num_blocks_free)
+        tiers = tiers_of(snapshot)
         has_graph = height >= _MIN_HEIGHT_WITH_GRAPH
-        bar = _bar(counts, width)
-        lines = [bar]
-        if has_graph:
-            lines.append(_bar(counts, width, with_labels=False))
-        lines += _legend(counts, snapshot.info.budget.block_bytes, width)
-        if has_graph:
-            rows = height - len(lines) - 1
+        if len(tiers) == 1:
+            counts = tiers[0].counts
+            lines = [_bar(counts, width)]
+            if has_graph:
+                lines.append(_bar(counts, width, with_labels=False))
+            lines += _legend(counts, snapshot.info.budget.block_bytes, width)
+        else:
+            lines = []
+            for tier in tiers:
+                lines.append(_tier_bar(tier, width))
+                if has_graph:
+                    lines.append(_tier_legend(tier, width))
+            if len(lines) < height and not has_graph:
+                lines.append(_tier_legend(tiers[0], width))
+        rows = height - len(lines) - 1
+        if has_graph and rows >= _MIN_GRAPH_ROWS:
             lines += [(), *_graph(view.series.active, view.series.cached, width, rows)]
         return lines
+
+
+def _tier_bar(tier: Tier, width: int) -> Spans:
+    capacity = f" {size(tier.num_bytes):>8}"
+    return (
+        (f"{tier.name:<{_NAME_WIDTH}}", "bright"),
+        *_bar(tier.counts, max(0, width - _NAME_WIDTH - len(capacity))),
+        (capacity, "muted"),
+    )
+
+
+def _tier_legend(tier: Tier, width: int) -> Spans:
+    """`     A 700 active, 8 MiB   C …`: the bar's parts in figures, under the bar."""
+    spans: list[Span] = [(" " * _NAME_WIDTH, "text")]
+    for count, (letter, name, _, _, _, name_style) in zip(tier.counts, _KINDS, strict=True):
+        figures = size(count * tier.unit_bytes)
+        if tier.unit_bytes > 1:
+            figures = f"{exact(count)}, {figures}"
+        spans += [(f"{letter} {name} ", name_style), (f"{figures}   ", "text")]
+    return crop(tuple(spans), width)
 
 
 def _bar(counts: tuple[int, ...], width: int, *, with_labels: bool = True) -> Spans:

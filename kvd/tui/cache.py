@@ -1,7 +1,8 @@
-"""Prefix cache: hit rate lately and in total, and what a pool that is too small costs."""
+"""Prefix cache: hit rate lately and in total, what a pool that is too small costs, and why prompts missed most."""
 
 from __future__ import annotations
 
+from kvd.tui.causes import worst_cause
 from kvd.tui.charts import area
 from kvd.tui.format import NOTHING, exact, fit_right, percent, short_count
 from kvd.tui.palette import gradient
@@ -54,13 +55,16 @@ class CachePanel(Panel):
         sources = _sources(counters)
         if sources:
             lines.append(crop((("└ ", "muted"), (sources, "text")), width))
+        cause = worst_cause(view.snapshot)
+        is_low = height < len(lines) + 3 + (cause is not None)
+        again = f", {short_count(counters.recomputed_tokens)} tok again" if is_low else ""
         lines.append(_fact("evicted", counters.num_evicted_blocks, " blocks", recent.evicted_blocks, width))
-        unit, is_low = "", bool(sources) and height < len(lines) + 2
-        if is_low:
-            unit = f", {short_count(counters.recomputed_tokens)} tok again"
-        lines.append(_fact("preempted", counters.num_preemptions, unit, recent.preemptions, width, alarming=True))
+        lines.append(_fact("preempted", counters.num_preemptions, again, recent.preemptions, width, alarming=True))
         if not is_low:
             lines.append(_fact("recomputed", counters.recomputed_tokens, " tok", recent.recomputed_tokens, width))
+        if cause is not None:
+            lost = f" {short_count(cause.lost_tokens)} tok"
+            lines.append(justify((("misses     ", "muted"), (cause.short, "warning")), ((lost, "text"),), width))
         rows = height - len(lines) - 1
         if rows >= _MIN_GRAPH_ROWS and view.snapshot.info.prefix_caching:
             graph: list[Spans] = [justify((("hit rate", "muted"),), (("top 100%", "faint"),), width)]

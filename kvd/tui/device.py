@@ -1,11 +1,22 @@
-"""One line about the device that computes, for the border of a panel. Pure functions."""
+"""What computes, in a few words, and one line about how it is, for the border of a panel. Pure functions."""
 
 from __future__ import annotations
 
 from kvd.device_facts import DeviceFacts
 from kvd.tui.format import clean, size
+from kvd.views import EngineInfo
 
 ABSENT = "n/a"
+
+
+def computes_on(info: EngineInfo, facts: DeviceFacts | None) -> str:
+    """`NVIDIA H200`, or `CPU avx2, 2 threads`: what a person calls it, not what the backend does."""
+    if info.device.startswith("cuda"):
+        # The label of a backend for cards ends with the card: `triton sm_90, NVIDIA H200`.
+        return (facts.name if facts is not None else None) or info.backend.partition(", ")[2] or info.device
+    if info.device == "cpu":
+        return f"CPU {info.backend.removeprefix('native').strip()}".strip()
+    return info.device
 
 
 def device_line(facts: DeviceFacts | None, width: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvd.tui.device import computes_on
 from kvd.tui.format import age, exact, fit, shorten_middle
 from kvd.tui.panel import Panel, Span, Spans, crop, justify, span_width
 from kvd.tui.view import Link, View
@@ -27,6 +28,8 @@ class Header(Panel):
             state = (("◌ connecting", "muted"),)
         else:
             state = (_STATES[view.snapshot.state], (f"  up {age(view.snapshot.uptime_seconds)}", "muted"))
+        if link.is_read_only:
+            state = (("read-only", "muted"), ("  ", "text"), *state)
         if link.is_paused:
             state = (("‖ paused", "warning-bold"), ("  ", "text"), *state)
         version = f" {view.snapshot.info.version}" if view is not None else ""
@@ -39,7 +42,7 @@ class Header(Panel):
         if view is None:
             return crop(tuple(spans), width)
         info = view.snapshot.info
-        device = info.device if info.device.startswith(info.backend) else f"{info.backend}/{info.device}"
+        device = computes_on(info, view.snapshot.device)
         facts = [
             ("", info.quantization),
             ("", device),

@@ -21,6 +21,7 @@ _EXPLAINS: tuple[tuple[str, tuple[Key, ...]], ...] = (
             ("A █ active", "blocks that running requests read and write"),
             ("C ▒ cached", "blocks kept for prompts that begin alike"),
             ("F · free", "blocks that hold nothing"),
+            ("RAM, disk", "the tiers below; active in RAM are swapped-out requests"),
         ),
     ),
     (
@@ -30,7 +31,8 @@ _EXPLAINS: tuple[tuple[str, tuple[Key, ...]], ...] = (
             ("decode", "tokens generated per second, all requests together"),
             ("TTFT", "time to first token; median and 95th percentile"),
             ("ITL", "time between the tokens of one request"),
-            ("60s, all", "over the last minute; since start where that saw nothing"),
+            ("queue", "time from arrival to the first step"),
+            ("of all", "since start, where the last minute saw nothing"),
             ("step", "tokens of the latest step, of those allowed; its time"),
         ),
     ),
@@ -43,6 +45,7 @@ _EXPLAINS: tuple[tuple[str, tuple[Key, ...]], ...] = (
             ("evicted", "cached blocks given up; at the right: in the last minute"),
             ("preempted", "requests put back because no block was free"),
             ("recomputed", "tokens computed a second time after that"),
+            ("misses", "the cause that cost most tokens; 2 shows all of them"),
         ),
     ),
     (
@@ -54,7 +57,7 @@ _EXPLAINS: tuple[tuple[str, tuple[Key, ...]], ...] = (
             ("hit", "share of the prompt that came from the cache"),
             ("output", "tokens generated / max_tokens"),
             ("blks", "KV blocks held"),
-            ("pre", "times preempted"),
+            ("pre", "times preempted: r computed again, s kept in RAM"),
             ("age", "since arrival"),
         ),
     ),
@@ -69,9 +72,10 @@ class OverviewPage(Page):
 
     DEFAULT_CSS = """
     OverviewPage #blocks { height: 5; }
-    OverviewPage #middle { height: 7; }
+    OverviewPage #middle { height: 8; }
     OverviewPage #requests { height: 1fr; min-height: 4; }
-    .-tall OverviewPage #blocks { height: 11; }
+    .-low OverviewPage #blocks { height: 3; }
+    .-tall OverviewPage #blocks { height: 13; }
     .-tall OverviewPage #middle { height: 14; }
     .-wide OverviewPage #throughput { width: 2fr; }
     .-low OverviewPage #middle { display: none; }

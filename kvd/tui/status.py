@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from textual import events
 from textual.message import Message
+from textual.timer import Timer
 
 from kvd.tui.alerts import Alert, choose_alert
 from kvd.tui.page import Page
 from kvd.tui.panel import Panel, Span, Spans, crop, span_width
 from kvd.tui.view import Link, View
+
+NOTE_SECONDS = 4.0
 
 _BADGES = {"error": ("!", "error-badge"), "warning": ("!", "warning-badge"), "info": ("i", "info-badge")}
 _TEXTS = {"error": "error-bold", "warning": "warning-bold", "info": "bright", "none": "good"}
@@ -23,10 +26,18 @@ class AlertLine(Panel):
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
         self._note = ""
+        self._timer: Timer | None = None
 
     def note(self, text: str) -> None:
-        """Show this text instead of the alert; empty shows the alert again."""
+        """Show this text instead of the alert, for a few seconds."""
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(NOTE_SECONDS, self._forget)
         self._note = text
+        self.redraw()
+
+    def _forget(self) -> None:
+        self._note = ""
         self.redraw()
 
     def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:

@@ -1,4 +1,4 @@
-"""Throughput: prefill and decode tokens per second, first-token and inter-token latency, the latest step."""
+"""Throughput: prefill and decode tokens per second, latency to and between tokens and in the queue, the latest step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from kvd.tui.charts import area, nice_top
 from kvd.tui.device import device_line
 from kvd.tui.format import NOTHING, duration, rate, short_count
 from kvd.tui.palette import gradient
-from kvd.tui.panel import Panel, Span, Spans, crop
+from kvd.tui.panel import Panel, Span, Spans, crop, span_width
 from kvd.tui.rates import Quantile
 from kvd.tui.view import Latency, Link, View
 
-_MIN_HEIGHT_WITH_GRAPHS = 9
+_MIN_HEIGHT_WITH_GRAPHS = 10
 _MIN_WIDTH_SIDE_BY_SIDE = 64
 _TITLE_MARGIN = 4  # corners and blanks that Textual puts beside a title
 
 
 class ThroughputPanel(Panel):
-    """Five lines where room is scarce; graphs above three lines where it is not. The lower border is the device's."""
+    """Six lines where room is scarce; graphs above four lines where it is not. The lower border is the device's."""
 
     def titles(self, view: View | None, link: Link) -> tuple[str, str]:
         facts = None if view is None else view.snapshot.device
-        return "Throughput", device_line(facts, self.size.width - _TITLE_MARGIN)
+        return "Throughput, latency of 60s", device_line(facts, self.size.width - _TITLE_MARGIN)
 
     def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:
         if view is None:
@@ -31,7 +31,7 @@ class ThroughputPanel(Panel):
                 _sparkline("decode", view.decode_rate, view.series.decode, width),
                 *_latencies(view, width),
             ]
-        rows = height - 4
+        rows = height - 5
         prefill, decode = view.series.prefill, view.series.decode
         if width >= _MIN_WIDTH_SIDE_BY_SIDE:
             half = (width - 3) // 2
@@ -73,22 +73,28 @@ def _latencies(view: View, width: int) -> list[Spans]:
     if len(mix) + 16 > width:
         mix = f"{step.num_decode_tokens} dec + {step.num_prefill_tokens} pre{allowed}"
     return [
-        _latency("TTFT", view.ttft, width),
-        _latency("ITL", view.itl, width),
+        _latency("TTFT", view.ttft, view.series.ttft, width),
+        _latency("ITL", view.itl, view.series.itl, width),
+        _latency("queue", view.queue, view.series.queue, width),
         crop((("step    ", "muted"), (mix, "text"), (f"  {duration(step.seconds or None)}", "bright")), width),
     ]
 
 
-def _latency(name: str, latency: Latency, width: int) -> Spans:
+def _latency(name: str, latency: Latency, series: tuple[float | None, ...], width: int) -> Spans:
     spans: list[Span] = [
         (f"{name:<8}", "muted"),
         ("p50 ", "muted"),
-        (f"{_quantile(latency.p50):<7}", "bright"),
+        (f"{_quantile(latency.p50):<6}", "bright"),
         ("p95 ", "muted"),
         (f"{_quantile(latency.p95):<7}", "text"),
     ]
-    if latency.p50 is not None:
-        spans.append((" 60s" if latency.is_recent else " all", "faint"))
+    if latency.is_recent:
+        room = width - span_width(spans)
+        shown = series[-max(1, room) :]
+        spark = area(shown, room, 1, max((value for value in shown if value is not None), default=1.0))
+        spans.append((spark[0] if spark else "", "cached"))
+    elif latency.p50 is not None:
+        spans.append(("of all", "faint"))
     return crop(tuple(spans), width)
 
 

@@ -47,6 +47,9 @@ class Series:
     active: tuple[float, ...] = ()  # share of the blocks, 0 … 1
     cached: tuple[float, ...] = ()  # share of the blocks, 0 … 1
     hit_ratio: tuple[float | None, ...] = ()  # over the recent window, 0 … 1
+    ttft: tuple[float | None, ...] = ()  # seconds, median over the recent window
+    itl: tuple[float | None, ...] = ()  # the same
+    queue: tuple[float | None, ...] = ()  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,9 @@ class Recent:
     preemptions: int = 0
     evicted_blocks: int = 0
     recomputed_tokens: int = 0
+    prefill_tokens: int = 0
+    generation_tokens: int = 0
+    step_seconds: float = 0.0  # of the window, what the engine spent in steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ class View:
     decode_rate: float | None  # tokens/s
     ttft: Latency
     itl: Latency
+    queue: Latency  # from arrival to the first step
     recent: Recent
     series: Series
 
@@ -122,16 +129,18 @@ class History:
     def __init__(self) -> None:
         self._points: deque[Point] = deque()
         self._requests: tuple[RequestView, ...] = ()
-        self._prefill: deque[float | None] = deque(maxlen=MAX_COLUMNS)
-        self._decode: deque[float | None] = deque(maxlen=MAX_COLUMNS)
+        self._series: dict[str, deque[float | None]] = {
+            name: deque(maxlen=MAX_COLUMNS) for name in ("prefill", "decode", "hit_ratio", "ttft", "itl", "queue")
+        }
         self._active: deque[float] = deque(maxlen=MAX_COLUMNS)
         self._cached: deque[float] = deque(maxlen=MAX_COLUMNS)
-        self._hit_ratio: deque[float | None] = deque(maxlen=MAX_COLUMNS)
 
     def _forget(self) -> None:
         self._points.clear()
         self._requests = ()
-        for series in (self._prefill, self._decode, self._active, self._cached, self._hit_ratio):
+        self._active.clear()
+        self._cached.clear()
+        for series in self._series.values():
             series.clear()
 
     def add(self, snapshot: Snapshot, *, has_details: bool) -> View:
@@ -149,28 +158,33 @@ class History:
         while len(self._points) > 2 and self._points[1].time <= point.time - RECENT_SECONDS:
             self._points.popleft()
         recent = self._recent()
+        latencies = {
+            "ttft": self._latency("time_to_first_token_seconds"),
+            "itl": self._latency("inter_token_latency_seconds"),
+            "queue": self._latency("request_queue_time_seconds"),
+        }
         if previous is not None and point.time > previous.time:
-            self._prefill.append(_prefill_rate(previous, point))
-            self._decode.append(_decode_rate(previous, point))
+            self._series["prefill"].append(_prefill_rate(previous, point))
+            self._series["decode"].append(_decode_rate(previous, point))
         blocks = max(1, snapshot.num_blocks)
         self._active.append(snapshot.num_blocks_active / blocks)
         self._cached.append(snapshot.num_blocks_cached / blocks)
-        self._hit_ratio.append(rates.ratio(recent.hit_tokens, recent.query_tokens))
+        self._series["hit_ratio"].append(rates.ratio(recent.hit_tokens, recent.query_tokens))
+        for name, latency in latencies.items():
+            median = latency.p50 if latency.is_recent else None
+            self._series[name].append(median.value if median is not None else None)
         smooth = rates.window(islice(self._points, max(0, len(self._points) - 64), None), SMOOTHING_SECONDS)
         return View(
             snapshot=snapshot,
             requests=self._requests,
             prefill_rate=_prefill_rate(smooth[0], smooth[-1]),
             decode_rate=_decode_rate(smooth[0], smooth[-1]),
-            ttft=self._latency("time_to_first_token_seconds"),
-            itl=self._latency("inter_token_latency_seconds"),
+            **latencies,
             recent=recent,
             series=Series(
-                tuple(self._prefill),
-                tuple(self._decode),
-                tuple(self._active),
-                tuple(self._cached),
-                tuple(self._hit_ratio),
+                active=tuple(self._active),
+                cached=tuple(self._cached),
+                **{name: tuple(values) for name, values in self._series.items()},
             ),
         )
 
@@ -184,6 +198,9 @@ class History:
             preemptions=b.num_preemptions - a.num_preemptions,
             evicted_blocks=b.num_evicted_blocks - a.num_evicted_blocks,
             recomputed_tokens=b.recomputed_tokens - a.recomputed_tokens,
+            prefill_tokens=b.prefill_tokens_computed - a.prefill_tokens_computed,
+            generation_tokens=b.generation_tokens - a.generation_tokens,
+            step_seconds=max(0.0, b.step_seconds - a.step_seconds),
         )
 
     def _latency(self, name: str) -> Latency:

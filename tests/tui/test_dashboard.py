@@ -25,7 +25,7 @@ HISTOGRAMS = {
 
 
 def busy(num_running: int = 16, num_waiting: int = 12) -> Snapshot:
-    rows = tuple(row(i, state="prefill" if i == 3 else "decode") for i in range(num_running))
+    rows = tuple(row(i, state="prefill" if i == 1 else "decode") for i in range(num_running))
     rows += tuple(row(num_running + i, state="waiting") for i in range(num_waiting))
     return snapshot(
         active=2048,
@@ -111,7 +111,7 @@ async def test_tiers_pins_and_limits_are_shown(size: tuple[int, int]) -> None:
             "16 running, 12 waiting, limit 16", "restoring", " of 96",
         ):  # fmt: skip
             assert word in text, word
-        assert ("3, 2,345 tok again" if size[1] < 40 else "recomputed 2,345") in text
+        assert "recomputed 2,345" in text
         await screen.press("end")
         states = [line for line in screen.lines if "swapped" in line]
         assert states or size[1] < 40, "the table at 80x24 shows fewer rows than there are"
@@ -145,7 +145,7 @@ async def test_five_hundred_requests_cost_the_lines_in_view() -> None:
         assert "of 500" in screen.text
         assert "000499ab"[:6] in screen.text
         await screen.press("home")
-        assert "1–17 of 500" in screen.text
+        assert "1–15 of 500" in screen.text
 
 
 async def test_only_lines_that_changed_are_painted() -> None:
@@ -196,7 +196,7 @@ async def test_long_names_do_not_push_the_rest_away() -> None:
         text = screen.text
         assert "8,192" in text
         assert "KV int8" in text
-        assert "native/cpu" in text
+        assert "cpu (AMD" in text
 
 
 async def test_resizing_keeps_everything_in_place() -> None:
@@ -439,7 +439,7 @@ async def test_details_are_asked_for_no_more_often_than_stated(monkeypatch: pyte
         await screen.refresh()
         assert screen.console.num_detailed_calls == 1
         assert "16 running, 12 waiting" in screen.text
-        assert "1–4 of 28" in screen.text
+        assert "1–3 of 28" in screen.text
 
 
 # --------------------------------------------------------------------------- pictures
