@@ -55,7 +55,7 @@ class EndedPanel(ListPanel):
         self._choose()
 
     def look_for(self, text: str) -> None:
-        self._words = text.casefold().split()
+        self._words = text.lower().split()
         self._choose()
 
     def _choose(self) -> None:
@@ -68,7 +68,7 @@ class EndedPanel(ListPanel):
     def _matches(self, timeline: Timeline) -> bool:
         if not self._words:
             return True
-        text = f"{timeline.request_id} {timeline.client} {timeline.endpoint} {_how(timeline)}".casefold()
+        text = f"{timeline.request_id} {timeline.client} {timeline.endpoint} {_how(timeline)}".lower()
         return all(word in text for word in self._words)
 
     def action_open(self) -> None:

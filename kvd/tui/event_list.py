@@ -9,7 +9,7 @@ import time
 
 from kvd.tui.format import clean, fit, short_id
 from kvd.tui.listing import ListPanel, wrap
-from kvd.tui.panel import Spans, crop
+from kvd.tui.panel import Spans, crop, span_width
 from kvd.tui.view import Link, View
 from kvd.views import LogEvent
 
@@ -83,7 +83,7 @@ class EventPanel(ListPanel):
 
     def _choose(self) -> None:
         selected = self.selected
-        words = self._filter.casefold().split()
+        words = self._filter.lower().split()
         levels = LEVELS[self.level_index :]
         self._shown = tuple(
             event for event in self._events or () if event.level in levels and (not words or _has_all(event, words))
@@ -124,9 +124,10 @@ class EventPanel(ListPanel):
             # The end of an id is what differs from others.
             name = short_id(event.request_id, 200)[-_ID_WIDTH:] if event.request_id else ""
             spans = (*spans, (fit(name, _ID_WIDTH) + " ", "bright"))
-        # No more of a message is cleaned than can be seen.
-        message = clean(event.message[: max(0, width)])
-        return crop((*spans, (message, _TEXTS.get(event.level, "text"))), width)
+        room = width - span_width(spans)
+        # No more of a message is cleaned and measured than can be seen; what is beyond shows as an ellipsis.
+        message = fit(event.message[: room + 1], room)
+        return (*spans, (message, _TEXTS.get(event.level, "text"))) if room > 0 else crop(spans, width)
 
     def footing(self, width: int, height: int) -> list[Spans]:
         """The event under the cursor in full, below a line."""
@@ -139,7 +140,7 @@ class EventPanel(ListPanel):
 
 
 def _has_all(event: LogEvent, words: list[str]) -> bool:
-    text = f"{event.kind} {event.message} {event.request_id or ''}".casefold()
+    text = f"{event.kind} {event.message} {event.request_id or ''}".lower()
     return all(word in text for word in words)
 
 

@@ -94,7 +94,8 @@ def phase_lengths(timeline: Timeline, age_seconds: float, state: RequestState | 
 
 def _computes_more(entries: tuple[TimelineEntry, ...], start: int) -> bool:
     """Whether a chunk comes before the request loses its place again."""
-    for entry in entries[start:]:
+    for index in range(start, len(entries)):
+        entry = entries[index]
         if entry.kind in ("chunk", "preempted", "finished"):
             return entry.kind == "chunk"
     return False
@@ -252,9 +253,9 @@ class TimelinePanel(ListPanel):
             (fit(kind.word or entry.kind, _WORD_WIDTH), kind.style),
             (f"{tokens:>{_TOKENS_WIDTH}}", "text"),
             ("  ", "text"),
-            (self._why(entry), "muted"),
         )
-        return crop(spans, width)
+        room = width - span_width(spans)
+        return (*spans, (fit(self._why(entry), room), "muted")) if room > 0 else crop(spans, width)
 
     def _why(self, entry: TimelineEntry) -> str:
         kind = KINDS.get(entry.kind, _UNKNOWN)
