@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from kvd.core import BLOCK_SIZE
+
 
 @dataclass
 class FakeServer:
@@ -20,6 +22,9 @@ class FakeServer:
     A prompt of n words has `tokens_per_word` · n + 3 tokens. `stops_after`: tokens after which every answer ends.
     `reports_cache`: whether usage says how much of the prompt began like an earlier one. `never_answers`: prompts that
     want more than one token wait until the client goes away.
+
+    `has_snapshots`: it tells of itself what a kvd tells. An answer that somebody looked forward to, by asking for a
+    snapshot just before, waits until it has been seen in one.
     """
 
     name: str = "fake"
@@ -40,6 +45,12 @@ class FakeServer:
     most_running: int = 0
     num_aborted: int = 0
     never_answers: bool = False
+    has_snapshots: bool = False
+    info: dict[str, Any] = field(default_factory=lambda: kvd_info("int8", bytes_per_token=100.0))
+    num_blocks_of_others: int = 0
+    num_blocks_active: int = 0
+    _is_awaited: bool = False
+    _was_seen: asyncio.Event = field(default_factory=asyncio.Event)
     _seen: list[list[str]] = field(default_factory=list)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -59,6 +70,21 @@ class FakeServer:
     async def version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "0.9.9"})
 
+    async def snapshot(self, request: web.Request) -> web.Response:
+        if not self.has_snapshots:
+            return error(404, "no such route")
+        if self.num_running:
+            self._was_seen.set()
+        else:
+            self._is_awaited = True
+        return web.json_response(
+            {
+                "num_blocks_active": self.num_blocks_active + self.num_blocks_of_others,
+                "num_running": self.num_running + bool(self.num_blocks_of_others),
+                "info": self.info,
+            }
+        )
+
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
@@ -68,13 +94,21 @@ class FakeServer:
             return refusal
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        num_tokens = len(body["prompt"].split()) * self.tokens_per_word + 3 + body["max_tokens"]
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        self.num_blocks_active += num_blocks
+        is_awaited, self._is_awaited = self._is_awaited and body["max_tokens"] > 1, False
+        self._was_seen.clear()
         try:
+            if is_awaited:
+                await self._was_seen.wait()
             return await self._answer(request, body)
         except (ConnectionError, asyncio.CancelledError):
             self.num_aborted += 1
             raise
         finally:
             self.num_running -= 1
+            self.num_blocks_active -= num_blocks
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         words = body["prompt"].split()
@@ -110,6 +144,13 @@ class FakeServer:
         return response
 
 
+def kvd_info(kv_format: str, *, bytes_per_token: float, **more: Any) -> dict[str, Any]:
+    """What a kvd says about itself."""
+    budget = {"block_bytes": round(BLOCK_SIZE * bytes_per_token), "bytes_per_token": bytes_per_token, "num_blocks": 999,
+              "kv_bytes": 999_000}  # fmt: skip
+    return {"version": "9.9", "kv_cache_dtype": kv_format, "max_num_seqs": 16, "created": 1, "budget": budget} | more
+
+
 def _common(words: list[str], others: list[str]) -> int:
     return next(
         (index for index, (one, other) in enumerate(zip(words, others, strict=False)) if one != other),
@@ -139,6 +180,7 @@ def serving(*servers: FakeServer) -> Iterator[None]:
                     web.get("/v1/models", server.models),
                     web.get("/props", server.properties),
                     web.get("/version", server.version),
+                    web.get("/kvd/snapshot", server.snapshot),
                     web.post("/v1/completions", server.completions),
                 ]
             )
