@@ -174,7 +174,7 @@ class LowerTiers:
             if not is_possible:
                 self.cancel(sequence)
                 return restore.reached
-            self._plan_step(sequence, step)
+            self._plan_step(sequence, step, restore.brought)
             restore.num_done += 1
             restore.reached = step.reaches
             max_blocks -= 1
@@ -248,7 +248,7 @@ class LowerTiers:
             is_ready &= block.is_ready
         return True if is_ready else None
 
-    def _plan_step(self, sequence: SequenceBlocks, step: RestoreStep) -> None:
+    def _plan_step(self, sequence: SequenceBlocks, step: RestoreStep, brought: dict[str, int]) -> None:
         used = "pool"
         for group_id, group in enumerate(self._groups):
             entry = sequence.entry_of(group_id, step.number)
@@ -276,6 +276,8 @@ class LowerTiers:
                 self.num_restored += 1
                 used = "disk" if step.from_disk else "ram"
                 self._restores.append(BlockTransfer(group_id, own, block.slot))
+        place = "partial" if used == "pool" and step.num_copied < BLOCK_SIZE else used
+        brought[place] = brought.get(place, 0) + step.num_copied
         if sequence.counts_hits:
             if step.num_copied < BLOCK_SIZE:
                 self.hit_tokens["partial"] += step.num_copied

@@ -51,6 +51,7 @@ class CacheManager:
     num_blocks         blocks per layer group
     windows            tokens that a query sees in each group, 0 for all
     key_seed           model fingerprint, KV layout id and arithmetic id: what else decides the bytes of a block
+    other_formats      (key seed, name) of other KV formats in which the slow tier may have blocks of this model
     make_policy        called once per group, with the clock
     max_cached_blocks  most cached blocks per group beside those in use
     num_ram_slots      slots of the RAM tier per group; all 0: there is none
@@ -63,6 +64,7 @@ class CacheManager:
         num_blocks: Sequence[int],
         *,
         key_seed: bytes,
+        other_formats: Sequence[tuple[bytes, str]] = (),
         windows: Sequence[int] | None = None,
         enable_prefix_caching: bool = True,
         make_policy: Callable[[Callable[[], float]], EvictionPolicy] = LeastRecentlyUsed,
@@ -75,8 +77,14 @@ class CacheManager:
         windows = (0,) * len(num_blocks) if windows is None else windows
         assert len(windows) == len(num_blocks) > 0, (num_blocks, windows)
         self.enable_prefix_caching = enable_prefix_caching
+        self.latest_shortage = (
+            0,
+            0,
+            0,
+        )  # blocks needed, to be left over, and available when `allocate` last found no room
         self.num_changes = 0  # rises whenever blocks may have become available, or known
         self.key_seed = key_seed
+        self._other_formats = tuple(other_formats)
         self.ledger = Ledger(clock)
         self._groups = tuple(
             LayerGroup(number, window, make_policy(clock), max_cached_blocks, self.ledger)
@@ -97,6 +105,16 @@ class CacheManager:
     def open(self, salt: str, client: str = "") -> SequenceBlocks:
         """A sequence without blocks. Sequences share blocks only within one salt; what it fills is the client's."""
         return SequenceBlocks(len(self._groups), KeyChain(self.key_seed, salt), client)
+
+    def other_format(self, token_ids: Sequence[int], salt: str) -> str:
+        """Name of another KV format in which the slow tier has the first block of a prompt; "" if there is none."""
+        if len(token_ids) >= BLOCK_SIZE:
+            for seed, name in self._other_formats:
+                chain = KeyChain(seed, salt)
+                chain.extend(token_ids, BLOCK_SIZE)
+                if self.tiers.slow.contains(0, chain.keys[0]):
+                    return name
+        return ""
 
     def guess_cached(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> int:
         """About how many leading tokens are in the pool: a hint for the order of service."""
@@ -153,7 +171,7 @@ class CacheManager:
             return Refusal.NO_ROOM
         sequence.num_published = num_shared
         if steps:
-            sequence.restore = Restore(steps, num_shared * BLOCK_SIZE)
+            sequence.restore = Restore(steps, num_shared * BLOCK_SIZE, num_shared * BLOCK_SIZE)
         if self.enable_prefix_caching:
             self._register(sequence, token_ids, num_shared, min(len(token_ids), limit + 1) // BLOCK_SIZE)
         return num_shared * BLOCK_SIZE
@@ -167,6 +185,7 @@ class CacheManager:
             # A shared block that nobody else uses is no longer there to be evicted.
             num_needed = sum([block is None or not references(block.block_id) for block in blocks])
             if num_needed + num_spare_blocks > group.pool.num_available:
+                self.latest_shortage = num_needed, num_spare_blocks, group.pool.num_available
                 return False
             found.append(blocks)
         if sequence.counts_hits:

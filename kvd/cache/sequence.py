@@ -52,12 +52,18 @@ class RestoreStep:
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """Steps in order; `num_done` have been planned, for `num_prepared` slots are held or being loaded."""
+    """Steps in order; `num_done` have been planned, for `num_prepared` slots are held or being loaded.
+
+    began, reached  tokens of the sequence that were in place at first, and are when what is planned has been run
+    brought         tokens that the steps brought, by where they came from: pool, partial, ram, disk
+    """
 
     steps: list[RestoreStep]
+    began: int
     reached: int
     num_done: int = 0
     num_prepared: int = 0
+    brought: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

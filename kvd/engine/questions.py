@@ -7,6 +7,7 @@ import asyncio
 from kvd.engine.inbox import Inbox
 from kvd.engine.sessions import Sessions
 from kvd.errors import SessionError
+from kvd.insight import Timeline
 from kvd.scheduler.scheduler import Scheduler
 from kvd.views import PrefixView, SessionInfo
 
@@ -34,6 +35,14 @@ class Questions:
     async def chain_tokens(self, chain: str, limit: int) -> tuple[int, ...]:
         """The first `limit` token ids of a chain in the pool; () if it is not there."""
         return await self._inbox.ask(lambda: self._scheduler.chain_tokens(chain, limit))
+
+    async def timeline(self, request_id: str) -> Timeline | None:
+        """What became of a request that runs or ended lately; None: nothing is known of it."""
+        return await self._inbox.ask(lambda: self._scheduler.timelines.find(request_id))
+
+    async def timelines(self, limit: int) -> tuple[Timeline, ...]:
+        """The requests that ended last, the latest first; with no entries but the last one."""
+        return await self._inbox.ask(lambda: self._scheduler.timelines.latest_ended(limit))
 
     async def pin(self, chain: str) -> int:
         """Keep a chain for good; how many blocks, 0 if it is not in the pool or would leave too little room."""

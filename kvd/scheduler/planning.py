@@ -18,14 +18,16 @@ from collections.abc import Callable, Collection, Iterable
 from kvd.cache.manager import CacheManager, PhysicalBlock, Refusal
 from kvd.core import BLOCK_SIZE, StepPlan
 from kvd.scheduler.admission import spare_blocks
+from kvd.scheduler.admission_feed import AdmissionFeed
 from kvd.scheduler.budget import Budget
 from kvd.scheduler.concurrency import ConcurrencyLimit
 from kvd.scheduler.config import SchedulerConfig
-from kvd.scheduler.preemption import choose_victim_by_cost, oldest_of, preemption_cost
+from kvd.scheduler.preemption import PreemptionCost, choose_victim_by_cost, oldest_of, preemption_cost
 from kvd.scheduler.rates import Rates, restore_beats_recompute, step_budget
 from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.roster import Flight, Roster, order_of_running
 from kvd.scheduler.tally import Tally
+from kvd.scheduler.timeline import Timelines, origin_words, preemption_words
 
 MAX_AWAITING = 16
 """Waiting requests that are looked at in one pass although they wait for a neighbour's prefix."""
@@ -46,7 +48,10 @@ class Planner:
         concurrency: ConcurrencyLimit,
         tally: Tally,
         clock: Callable[[], float],
+        timelines: Timelines,
+        admissions: AdmissionFeed,
     ) -> None:
+        self.latest_preemption = ("", "")  # whose, and why
         self.latest_budget = 0
         self._config = config
         self._cache = cache
@@ -55,6 +60,8 @@ class Planner:
         self._concurrency = concurrency
         self._tally = tally
         self._clock = clock
+        self._timelines = timelines
+        self._admissions = admissions
         # With less the decodes of the others might never leave it a whole chunk: then it is cut as it comes.
         self._can_wait_for_chunks = config.max_num_batched_tokens >= config.max_num_seqs + BLOCK_SIZE - 1
         self._num_plans = 0
@@ -119,9 +126,15 @@ class Planner:
         for state in prefills:
             if state.blocks.restore is not None:
                 self._proceed(state, budget)
+                if state.blocks.restore is None:
+                    self._admissions.tell(state)
 
     def _proceed(self, state: RequestState, budget: Budget) -> None:
+        restore = state.blocks.restore
+        assert restore is not None
         reached = self._cache.tiers.proceed(state.blocks, budget.restores_left)
+        if state.blocks.restore is None and reached > restore.began:
+            self._timelines.add(state, "restored", reached - restore.began, origin_words(restore.brought))
         if reached <= state.num_planned:
             return
         budget.restores_left -= (reached - state.num_planned) // BLOCK_SIZE
@@ -187,7 +200,7 @@ class Planner:
             if victim is None:
                 return False
             self._num_preempted += 1
-            self._preempt(victim, budget)
+            self._preempt(victim, budget, state)
             if victim is state:
                 return False
 
@@ -201,7 +214,10 @@ class Planner:
             return False  # the attention mass of those steps counts
         before = state.forgetting.num_dropped_tokens
         dropped = state.forgetting.due(position, numbers)
-        self._tally.num_dropped_tokens += state.forgetting.num_dropped_tokens - before
+        num_forgotten = state.forgetting.num_dropped_tokens - before
+        self._tally.num_dropped_tokens += num_forgotten
+        if num_forgotten:
+            self._timelines.add(state, "forgot", num_forgotten, f"kv_eviction: {state.forgetting.mode}")
         if dropped:
             self._retire(state, self._cache.drop(state.blocks, dropped), budget)
         return True
@@ -216,9 +232,9 @@ class Planner:
     # ------------------------------------------------------------------ giving way
 
     def _cost(self, state: RequestState) -> float:
-        return self._weigh(state)[0]
+        return self._weigh(state).seconds
 
-    def _weigh(self, state: RequestState) -> tuple[float, str]:
+    def _weigh(self, state: RequestState) -> PreemptionCost:
         can_swap = bool(self._cache.tiers.ram.num_slots[0]) and state.blocks.restore is None
         return preemption_cost(
             state,
@@ -228,10 +244,14 @@ class Planner:
             num_saved_blocks=self._cache.swapper.num_saved(state.blocks) if can_swap else 0,
         )
 
-    def _preempt(self, state: RequestState, budget: Budget) -> None:
-        """Back to the queue; its place in the order of service is kept."""
-        is_swap = self._weigh(state)[1] == "swap"
-        self._roster.preempt(state, num_kept_tokens=budget.num_savable(state) if is_swap else 0)
+    def _preempt(self, state: RequestState, budget: Budget, asking: RequestState) -> None:
+        """Back to the queue for the sake of another; its place in the order of service is kept."""
+        cost, num_tokens = self._weigh(state), state.num_computed
+        is_swap = cost.way == "swap"
+        is_swapped = self._roster.preempt(state, num_kept_tokens=budget.num_savable(state) if is_swap else 0)
+        words = preemption_words(state, asking, cost, is_swapped=is_swapped)
+        self._timelines.add(state, "preempted", num_tokens, words)
+        self.latest_preemption = state.request.request_id, words
 
     def _break_deadlock(self, budget: Budget) -> bool:
         """Let the last in the order of service give way though it has not got anywhere, if nobody can go on.
@@ -247,7 +267,7 @@ class Planner:
         victim = max([state for state in running if state is not oldest], key=order_of_running)
         victim.num_forced += 1
         self._num_preempted += 1
-        self._preempt(victim, budget)
+        self._preempt(victim, budget, oldest)
         return True
 
     # ------------------------------------------------------------------ those that wait
@@ -262,19 +282,24 @@ class Planner:
             if not budget.tokens_left or not budget.admissions_open:
                 return
             if len(roster.running) >= self._concurrency.limit or not roster.free_slots:
+                self._timelines.waits(state, "limit", lambda: f"{len(roster.running)} run, as many as may now")
                 self._make_way(state, budget)
                 return
             if state.must_release or state.request.request_id in unready:
+                if not state.must_release:
+                    self._timelines.waits(state, "grammar", lambda: "its grammar is not ready")
                 continue  # it was preempted, and a step in flight or a worker still has to do with it
             if roster.running and self._refused == (state, self._cache.num_changes):
                 outcome: int | Refusal = Refusal.NO_ROOM  # still; but those that run have got somewhere meanwhile
             else:
                 outcome = self._try_start(state, budget)
             if outcome is Refusal.NO_ROOM:
+                self._timelines.waits(state, "room", self._shortage_words)
                 self._refused = (state, self._cache.num_changes)
                 self._make_way(state, budget)
                 return
             if outcome is Refusal.AWAITED:
+                self._timelines.waits(state, "neighbour", lambda: "another request computes the same beginning")
                 num_awaiting += 1
                 if num_awaiting == MAX_AWAITING:
                     return
@@ -294,6 +319,7 @@ class Planner:
         if isinstance(outcome, Refusal):
             return outcome
         self._roster.start(state, outcome)
+        self._note_start(state, outcome)
         if state.first_scheduled is None:
             state.first_scheduled = self._clock()
             state.num_cached_tokens = outcome
@@ -303,8 +329,26 @@ class Planner:
         if state.blocks.restore is not None:
             self._proceed(state, budget)
         if state.blocks.restore is None:
+            self._admissions.tell(state)
             self._grant_prefill(state, oldest_of(self._roster.running), budget)
         return outcome
+
+    def _note_start(self, state: RequestState, num_in_place: int) -> None:
+        """For its timeline: a request was admitted, for the first time or again."""
+        restore = state.blocks.restore
+        words = "" if restore is None else f"{len(restore.steps):,} more blocks are being fetched"
+        if state.first_scheduled is not None:
+            self._timelines.add(state, "resumed", num_in_place, words)
+        else:
+            self._timelines.add(state, "admitted", state.num_prompt, words)
+            if num_in_place:
+                self._timelines.add(state, "hit", num_in_place, "in the KV pool")
+        state.waits_for = ""
+
+    def _shortage_words(self) -> str:
+        needed, spare, available = self._cache.latest_shortage
+        words = f"needs {needed:,} blocks, and {available:,} can be had"
+        return f"{words}; {spare:,} are kept for those that run" if spare else words
 
     def _make_way(self, state: RequestState, budget: Budget) -> None:
         """Let a running request of lower priority that has got somewhere give way to one that waits."""
@@ -315,7 +359,7 @@ class Planner:
         lower = [each for each in running if each.request.priority > state.request.priority]
         victim = choose_victim_by_cost(lower, state, oldest, self._cost)
         if victim is not None:
-            self._preempt(victim, budget)
+            self._preempt(victim, budget, state)
 
     def _guess_cached(self, state: RequestState) -> int:
         return self._cache.guess_cached(state.blocks, state.token_ids) if state.max_reused_tokens is None else 0

@@ -14,7 +14,7 @@ The rule, in order:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvd.core import BLOCK_SIZE
 from kvd.scheduler.rates import Rates
@@ -46,6 +46,23 @@ def max_preemptions(num_output: int) -> int:
     return (num_output // FIRST_QUANTUM + 1).bit_length()
 
 
+class PreemptionCost(NamedTuple):
+    """Seconds that preempting a request costs, from now until it has caught up again; swap: None where it cannot be."""
+
+    recompute: float
+    swap: float | None
+
+    @property
+    def way(self) -> Literal["swap", "recompute"]:
+        """The cheaper one."""
+        return "swap" if self.swap is not None and self.swap <= self.recompute else "recompute"
+
+    @property
+    def seconds(self) -> float:
+        """What the cheaper way costs."""
+        return self.recompute if self.swap is None else min(self.swap, self.recompute)
+
+
 def preemption_cost(
     state: RequestState,
     rates: Rates,
@@ -54,8 +71,8 @@ def preemption_cost(
     can_swap: bool,
     num_kept_tokens: int = 0,
     num_saved_blocks: int = 0,
-) -> tuple[float, Literal["swap", "recompute"]]:
-    """Seconds that preempting a request costs, from now until it has caught up again, and the cheaper way.
+) -> PreemptionCost:
+    """What preempting a request costs.
 
     block_bytes       of one block over all layer groups
     can_swap          there is a RAM tier that has room for the request's blocks
@@ -69,14 +86,14 @@ def preemption_cost(
     num_tokens = max(0, state.num_computed - num_kept_tokens)
     recompute = num_tokens / (rates.prefill_tokens_per_second or ASSUMED_PREFILL_TOKENS_PER_SECOND)
     if not can_swap:
-        return recompute, "recompute"
+        return PreemptionCost(recompute, None)
     num_held = min(-(-state.num_computed // BLOCK_SIZE), state.blocks.num_blocks)
     num_restored = max(0, num_held - num_kept_tokens // BLOCK_SIZE)
     num_saved_now = max(0, num_restored - num_saved_blocks)
     save, restore = rates.save_bytes_per_second, rates.restore_bytes_per_second
     swap = num_saved_now * block_bytes / save if save else 0.0
     swap += num_restored * block_bytes / restore if restore else 0.0
-    return (swap, "swap") if swap <= recompute else (recompute, "recompute")
+    return PreemptionCost(recompute, swap)
 
 
 def choose_victim_by_cost(

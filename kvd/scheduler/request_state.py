@@ -34,13 +34,16 @@ class RequestState:
     num_forced     preemptions before it had got anywhere, see `planning`
     scores         how likely the prompt's tokens from the second on were, as far as that is known; None: nobody asked
     output_at_preemption  output tokens it had when it was preempted last
+    is_announced   the admission feed was told of it
+    waits_for      why it could not start when it was last looked at, in a word; "": it was not looked at yet
     """
 
     __slots__ = (
-        "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "has_failed", "key",
-        "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed", "num_forced", "num_in_flight",
-        "num_pending", "num_planned", "num_preemptions", "num_prompt", "num_seen", "num_swaps", "output_at_preemption",
-        "prefill_target", "request", "scores", "slot", "token_ids",
+        "arrival_number", "blocks", "first_scheduled", "first_token", "forgetting", "has_ended", "has_failed",
+        "is_announced", "key", "last_token", "max_total", "must_release", "num_cached_tokens", "num_computed",
+        "num_forced", "num_in_flight", "num_pending", "num_planned", "num_preemptions", "num_prompt",
+        "num_seen", "num_swaps", "output_at_preemption", "prefill_target", "request", "scores", "slot",
+        "token_ids", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +73,8 @@ class RequestState:
         self.num_preemptions = 0
         self.num_forced = 0
         self.num_swaps = 0
+        self.waits_for = ""
+        self.is_announced = False
         self.output_at_preemption = 0
         self.scores: list[Logprobs] | None = None if request.num_prompt_logprobs is None else []
         self.has_ended = False

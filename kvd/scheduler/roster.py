@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from kvd.cache.manager import KEY_BYTES, CacheManager, PhysicalBlock
-from kvd.core import FinishReason, Request, Sample, StepPlan, TokenEvent
+from kvd.core import BLOCK_SIZE, FinishReason, Request, Sample, StepPlan, TokenEvent
 from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.tally import Tally
+from kvd.scheduler.timeline import Timelines
 from kvd.scheduler.waiting import WaitingQueue
 
 
@@ -54,7 +55,7 @@ def order_of_running(state: RequestState) -> tuple[int, int]:
 class Roster:
     """See the module's docstring."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager, tally: Tally) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, tally: Tally, timelines: Timelines) -> None:
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(config.max_overtaken)
         self.running: list[RequestState] = []
@@ -66,6 +67,7 @@ class Roster:
         self.recent_chains: deque[tuple[str, bytes]] = deque(maxlen=256)  # ids and joined keys of requests that ended
         self._cache = cache
         self._tally = tally
+        self._timelines = timelines
 
     @property
     def num_waste_tokens(self) -> int:
@@ -93,8 +95,8 @@ class Roster:
         state.num_planned = state.num_computed = num_cached
         state.prefill_target = len(state.token_ids)
 
-    def preempt(self, state: RequestState, *, num_kept_tokens: int) -> None:
-        """Back to the queue. So many tokens are kept in RAM if there is room; the others are computed again."""
+    def preempt(self, state: RequestState, *, num_kept_tokens: int) -> bool:
+        """Back to the queue. True: so many tokens are kept in RAM; False: there was no room, all are computed again."""
         self.running.remove(state)
         is_swapped = num_kept_tokens > 0 and self._cache.swapper.swap_out(state.blocks, num_kept_tokens)
         state.num_preemptions += 1
@@ -104,6 +106,7 @@ class Roster:
         self._tally.num_swaps += is_swapped
         self.waiting.requeue(state)
         self._release_when_landed(state)
+        return is_swapped
 
     def end(
         self, state: RequestState, sample: Sample | None, reason: FinishReason, *, error: str | None = None
@@ -125,6 +128,7 @@ class Roster:
             self._cache.swapper.forget(state.blocks)
         self.recent_chains.append((request_id, b"".join(state.blocks.chain.keys)))
         self._tally.count_finish(reason)
+        self._timelines.ended(state, reason, error)
         if sample is None:
             return state.event(None, reason, error=error)
         return state.event(sample.token_id, reason, logprobs=sample.logprobs)

@@ -15,15 +15,18 @@ from kvd.cache.manager import CacheManager
 from kvd.core import BLOCK_SIZE, FinishReason, PlanItem, Request, Sample, StepPlan, StepResult, TokenEvent
 from kvd.errors import RequestError, ServerOverloaded
 from kvd.scheduler.admission import check_length
+from kvd.scheduler.admission_feed import AdmissionFeed
 from kvd.scheduler.alarms import Alarms
 from kvd.scheduler.concurrency import ConcurrencyLimit
 from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.dropping import MIN_BUDGET_BLOCKS, DropSchedule
+from kvd.scheduler.operations import Operations
 from kvd.scheduler.planning import Planner
 from kvd.scheduler.rates import Rates
 from kvd.scheduler.request_state import RequestState
-from kvd.scheduler.roster import Flight, Roster, split_keys
+from kvd.scheduler.roster import Flight, Roster
 from kvd.scheduler.tally import Tally
+from kvd.scheduler.timeline import Timelines
 from kvd.views import Counters, RequestView, StepMix
 
 __all__ = ["Rates", "Scheduler", "SchedulerConfig"]
@@ -34,23 +37,24 @@ MAX_IN_FLIGHT = 2
 NOT_FINITE = "the model computed logits that are not finite"
 
 
-class Scheduler:
+class Scheduler(Operations):
     """See the module's docstring. `clock` gives `time.monotonic()` seconds; `rates` are learned while running."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheManager, clock: Callable[[], float], rates: Rates | None = None
     ) -> None:
-        self.config = config
-        self.cache = cache
-        self.rates = Rates() if rates is None else rates
-        self._clock = clock
         self._tally = Tally()
-        self._roster = Roster(config, cache, self._tally)
+        self.timelines = Timelines(clock)
+        super().__init__(config, cache, Roster(config, cache, self._tally, self.timelines), clock)
+        self.rates = Rates() if rates is None else rates
+        self.admissions = AdmissionFeed(cache, clock)
         self._concurrency = ConcurrencyLimit(config.max_num_seqs, is_auto=config.is_auto_num_seqs)
-        self._planner = Planner(config, cache, self._roster, self.rates, self._concurrency, self._tally, clock)
+        self._planner = Planner(
+            config, cache, self._roster, self.rates, self._concurrency, self._tally, clock, self.timelines,
+            self.admissions,
+        )  # fmt: skip
         self._alarms = Alarms()
         self._num_added = 0
-        self._pinned_by: dict[str, bytes] = {}  # the names that clients gave, and the keys that they stood for
         self._disk_rate: float | None = None  # as it was learnt last
 
     # ------------------------------------------------------------------ requests come and go
@@ -89,6 +93,7 @@ class Scheduler:
         assert request.sampling.max_tokens > 0, "max_tokens is validated before"
         self._num_added += 1
         state = self._open(request)
+        self.timelines.queued(state, self.num_waiting, self.num_running)
         self._roster.add(state)
         if request.deadline is not None:
             self._alarms.set(request.deadline, self._num_added, request.request_id, only_in_queue=False)
@@ -150,80 +155,6 @@ class Scheduler:
             self.cache.release(flight.replaced_blocks)
         return events
 
-    # ------------------------------------------------------------------ what operators ask for
-
-    def reset_cache(self) -> int:
-        """Drop all cached blocks that nobody uses, in every tier; returns how many were in the pool."""
-        return self.cache.reset()
-
-    def find_chain(self, chain: str) -> bytes | None:
-        """The key of a chain that a `prefix_id` names, or a request that runs or ended lately; None: there is none.
-
-        Of a request it is as much as the pool has.
-        """
-        state = self._roster.states.get(chain)
-        if state is not None:
-            return self.cache.chains.longest_known(state.blocks.chain.keys)
-        for known_id, keys in reversed(self._roster.recent_chains):
-            if known_id == chain:
-                return self.cache.chains.longest_known(split_keys(keys))
-        try:
-            key = bytes.fromhex(chain)
-        except ValueError:
-            return None
-        return key if self.cache.chains.chain_of(key) else None
-
-    def drop_prefix(self, chain: str) -> int:
-        """Drop a chain from its end on, as far as nobody uses or shares it; how many blocks have left the pools."""
-        key = self.find_chain(chain)
-        return 0 if key is None else self.cache.drop_chain(key)
-
-    def chain_tokens(self, chain: str, limit: int) -> tuple[int, ...]:
-        """The first `limit` token ids of a chain in the pool; () if it is not there."""
-        key = self.find_chain(chain)
-        return () if key is None else self.cache.chains.token_ids(key, limit)
-
-    def pin(self, chain: str) -> int:
-        """Keep a chain of cached blocks for good; how many blocks, 0 if it is not there or would leave too little room.
-
-        Every request that is here was accepted because it fits the pool when it is alone: it must go on to do so.
-        """
-        key = self.find_chain(chain)
-        if key is None:
-            return 0
-        is_new = not self.cache.chains.is_pinned(key)
-        num_pinned = self.cache.chains.pin(key)
-        needed = max([state.most_held_tokens for state in self._roster.states.values()], default=0)
-        if is_new and self.cache.capacity_tokens < max(needed, self.cache.num_blocks * BLOCK_SIZE // 2):
-            self.cache.chains.unpin(key)
-            return 0
-        before = self._pinned_by.get(chain)
-        if before is not None and before != key:
-            self.cache.chains.unpin(before)  # the request has more blocks now: one name, one pin
-        self._pinned_by[chain] = key
-        return num_pinned
-
-    def unpin(self, chain: str) -> bool:
-        """Let a pinned chain be evicted again; False if it was not pinned.
-
-        `chain` is the name under which it was pinned, whatever that stands for by now, or its `prefix_id`.
-        """
-        key = self._pinned_by.pop(chain, None) or self.find_chain(chain)
-        if key is None or not self.cache.chains.unpin(key):
-            return False
-        self._pinned_by = {name: pinned for name, pinned in self._pinned_by.items() if pinned != key}
-        return True
-
-    def keep_turn(self, request_id: str) -> int:
-        """A request that ended lately ended in a tool call, so its next turn is near: keep its blocks for a time.
-
-        Returns how many blocks are kept.
-        """
-        for known_id, keys in reversed(self._roster.recent_chains):
-            if known_id == request_id:
-                return self.cache.chains.keep(split_keys(keys), self._clock() + self.config.tool_turn_seconds)
-        return 0
-
     # ------------------------------------------------------------------ planning and committing
 
     def plan(self, unready: Collection[str] = ()) -> StepPlan | None:
@@ -233,6 +164,7 @@ class Scheduler:
         """
         assert len(self._roster.in_flight) < MAX_IN_FLIGHT, "plan() runs too far ahead of commit()"
         plan = self._planner.plan(unready)
+        self.admissions.flush()
         # With nothing in flight or under way, nobody would ever wake those who wait.
         is_awaited = self.cache.tiers.is_busy or self.cache.chains.is_holding or unready
         assert plan or self._roster.in_flight or not self._roster.states or is_awaited, "nothing can run"
@@ -300,7 +232,11 @@ class Scheduler:
             state.num_seen = end
         if num_new:
             self._roster.waiting.charge(state.request.client, num_new)
-        return min(end, state.prefill_target) - item.start if item.start < state.prefill_target else 0
+        if item.start >= state.prefill_target:
+            return 0
+        num_prefill = min(end, state.prefill_target) - item.start
+        self.timelines.add(state, "chunk", num_prefill)
+        return num_prefill
 
     def _accumulate(self, state: RequestState, item: PlanItem, masses: Iterable[float]) -> None:
         assert state.forgetting is not None
@@ -318,6 +254,7 @@ class Scheduler:
         state.last_token = now
         if state.first_token is None:
             state.first_token = now
+            self.timelines.add(state, "first_token", 1)
         self._tally.generation_tokens += 1
         reason = "stop" if sample.is_last else state.finish_reason_after(sample.token_id)
         if reason is not None:
@@ -332,9 +269,7 @@ class Scheduler:
         if plan.items:
             rates.observe_step(num_prefill, num_decode, result.seconds - moving)
         block_bytes = self.cache.tiers.block_bytes
-        num_saved, num_restored = (
-            sum(block_bytes[each.group_id] for each in moves) for moves in (plan.saves, plan.restores)
-        )
+        num_saved, num_restored = (sum(block_bytes[x.group_id] for x in moves) for moves in (plan.saves, plan.restores))
         self._tally.count_moves(num_saved, num_restored, result)
         if plan.saves:
             rates.observe_save(num_saved, result.save_seconds)
@@ -369,12 +304,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._roster.waiting)
 
-    @property
-    def num_waste_tokens(self) -> int:
-        return self._roster.num_waste_tokens
+    def strain(self) -> tuple[int, float]:
+        """See `Roster`: the waste in tokens, and the age in seconds of the oldest in the queue."""
+        return self._roster.num_waste_tokens, self._roster.oldest_waiting_seconds(self._clock())
 
-    def oldest_waiting_seconds(self) -> float:
-        return self._roster.oldest_waiting_seconds(self._clock())
+    @property
+    def num_preemptions(self) -> int:
+        return self._tally.num_preemptions
 
     @property
     def running_limit(self) -> int:

@@ -12,6 +12,8 @@ failures, then a drain. Checked besides `invariants`:
   - progress: within `num_idle_plans` calls of `plan` something is computed, or somebody gets an event
   - whoever asks how likely the tokens of its prompt were hears it of each, with its first token
   - cached, computed, recomputed and dropped tokens are reported exactly
+  - timelines end with the end, what was found and what was computed add up to the prompt; each admission is told once
+  - nothing is computed for a request that is not ready
   - where nothing was evicted or undone, each full block of a prompt is computed once, whoever wants it
 """
 
@@ -23,11 +25,13 @@ from dataclasses import dataclass, field
 
 from kvd.core import BLOCK_SIZE, FinishReason, Request, StepPlan, TokenEvent
 from kvd.errors import ContextLengthExceeded, RequestError, ServerOverloaded
+from kvd.insight import Admission
 from kvd.scheduler.dropping import MIN_BUDGET_BLOCKS
 from kvd.scheduler.preemption import max_preemptions, oldest_of
 from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.scheduler import Scheduler
 
+from .check_timelines import check_admission, check_timeline
 from .fake_runner import FakeRunner
 from .invariants import check_everything, check_order
 from .truth import Truth, score_of
@@ -73,6 +77,8 @@ class Simulation:
         self.seen: Counter[str] = Counter()
         self.num_steps = self.num_productive = self.num_idle = self.num_commits = self.num_refused = 0
         self.was_disturbed = False
+        self.admissions: list[Admission] = []
+        self.scheduler.admissions.receive = self.admissions.extend
         self._watch_roster()
 
     def clock(self) -> float:
@@ -104,6 +110,8 @@ class Simulation:
         assert not self.cache._computing
         self._check_counters()
         self._check_computed_once()
+        assert not self.scheduler.timelines._live, "a timeline is kept of a request that is gone"
+        self.seen["eviction notes"] += sum(each.evicted is not None for each in self.admissions)
         self.cache.reset()
         assert all(gauges.num_free == gauges.num_blocks for gauges in self.cache.gauges())
         assert not any(gauges.num_ram_used for gauges in self.cache.gauges()), "slots are still in use at the end"
@@ -185,7 +193,7 @@ class Simulation:
     def _operate(self) -> None:
         rng, scheduler, cache = self.random, self.scheduler, self.cache
         self.was_disturbed = True
-        match rng.randrange(5):
+        match rng.randrange(4):
             case 0:
                 num_cached = sum(gauges.num_cached for gauges in cache.gauges())
                 assert scheduler.reset_cache() == num_cached
@@ -202,18 +210,18 @@ class Simulation:
                 if cache.chains._pins:
                     assert scheduler.unpin(rng.choice(list(cache.chains._pins)).hex())
                 assert not scheduler.unpin("no such chain")
-            case 3:
-                self._drop_prefix()
             case _:
                 if self.lived:
                     self.seen["kept blocks"] += scheduler.keep_turn(rng.choice(list(self.lived)))
                 assert scheduler.keep_turn("nobody") == 0
+        if self.world.later.random() < 0.2:
+            self._drop_prefix()
         for view in cache.chains.prefixes(5):
             assert cache._groups[0].index.find(bytes.fromhex(view.prefix_id)) is not None
 
     def _drop_prefix(self) -> None:
         """Some chain is dropped; whoever uses, shares or pinned blocks of it keeps them."""
-        cache, rng = self.cache, self.random
+        cache, rng = self.cache, self.world.later
         names = [*(block.key.hex() for block in cache._groups[0].index), *self.lived]
         if not names:
             return
@@ -260,10 +268,14 @@ class Simulation:
                 self.runner.check_indexed_blocks()
 
     def _plan(self) -> StepPlan | None:
-        scheduler = self.scheduler
-        plan = scheduler.plan()
-        self.num_idle += 1
-        is_waiting = self.cache.tiers.is_busy
+        scheduler, world = self.scheduler, self.world
+        unready = [name for name in self.alive if world.later.random() < world.unready_rate]
+        plan = scheduler.plan(unready)
+        self.num_idle += not unready
+        is_waiting = self.cache.tiers.is_busy or unready
+        if plan is not None and unready:
+            assert not {item.request_id for item in plan.items} & {*unready}, "computes what is not ready"
+            self.seen["plans without somebody"] += 1
         if plan is None:
             assert self.in_flight or is_waiting or not scheduler.has_work, "waits for nothing"
         else:
@@ -297,11 +309,11 @@ class Simulation:
 
         preempt = roster.preempt
 
-        def watched_preempt(state: RequestState, **options: int) -> None:
+        def watched_preempt(state: RequestState, **options: int) -> bool:
             assert state is not oldest_of(roster.running), "the oldest running request was preempted"
-            preempt(state, **options)
             one = self.lived[state.request.request_id]
             one.num_passed, one.most_passed = 0, self.config.max_overtaken
+            return preempt(state, **options)
 
         roster.start = watched_start
         roster.preempt = watched_preempt
@@ -379,6 +391,10 @@ class Simulation:
             assert (event.error is None) == (reason == "abort")
         assert one.state.num_preemptions - one.state.num_forced <= max_preemptions(len(one.received))
         self.seen["forced"] += one.state.num_forced
+        timeline = check_timeline(self.scheduler.timelines, one.state, event)
+        self.seen.update(f"timeline: {entry.kind}" for entry in timeline.entries)
+        self.seen["merged entries"] += timeline.num_left_out
+        check_admission(self.admissions, one.state)
 
     def _cost(self, state: RequestState) -> int:
         return (1 + state.num_preemptions) * state.max_total

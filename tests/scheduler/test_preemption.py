@@ -157,7 +157,8 @@ def test_random_preemptions_stay_within_the_bound(seed: int) -> None:
 
 def seconds_and_way(rates: Rates, can_swap: bool = True, **options: int) -> tuple[float, str]:
     state = make_state(1, num_computed=100, num_blocks=7)
-    return preemption_cost(state, rates, block_bytes=1000, can_swap=can_swap, **options)
+    cost = preemption_cost(state, rates, block_bytes=1000, can_swap=can_swap, **options)
+    return cost.seconds, cost.way
 
 
 def test_recomputing_costs_the_tokens_that_will_be_gone() -> None:
@@ -191,11 +192,13 @@ def test_unknown_copies_are_tried_and_unknown_prefill_still_ranks() -> None:
 def test_a_request_that_dropped_tokens_swaps_the_blocks_that_it_holds() -> None:
     rates = Rates(PREFILL | COPIES)
     state = make_state(1, num_computed=1600, num_blocks=10)
-    assert preemption_cost(state, rates, block_bytes=1000, can_swap=True) == (pytest.approx(0.015), "swap")
-    assert preemption_cost(state, rates, block_bytes=1000, can_swap=False) == (1.6, "recompute")
+    cost = preemption_cost(state, rates, block_bytes=1000, can_swap=True)
+    assert (cost.seconds, cost.way) == (pytest.approx(0.015), "swap")
+    cost = preemption_cost(state, rates, block_bytes=1000, can_swap=False)
+    assert (cost.seconds, cost.way) == (1.6, "recompute")
 
 
 def test_blocks_held_for_tokens_to_come_are_not_moved() -> None:
     state = make_state(1, num_computed=16, num_blocks=9)
     rates = Rates(PREFILL | COPIES)
-    assert preemption_cost(state, rates, block_bytes=1000, can_swap=True)[0] == pytest.approx(0.0015)
+    assert preemption_cost(state, rates, block_bytes=1000, can_swap=True).seconds == pytest.approx(0.0015)

@@ -13,6 +13,9 @@ EVENTS = (
     "partial hits", "RAM hits", "disk hits", "restored", "saved", "unsaved", "dropped", "copies", "loads that failed",
     "passed", "pins", "kept blocks", "dropped blocks", "forgot", "forgot and was preempted",
     "worlds that computed once", "scored", "scored and was preempted",
+    "plans without somebody", "merged entries", "eviction notes", "timeline: queued", "timeline: waiting",
+    "timeline: admitted", "timeline: hit", "timeline: restored", "timeline: chunk", "timeline: first_token",
+    "timeline: forgot", "timeline: preempted", "timeline: resumed", "timeline: finished",
     "abort waiting", "abort restoring", "abort swapped", "abort preempted", "abort prefill", "abort decode",
 )  # fmt: skip
 """What has to happen: worlds in which nothing does prove nothing."""

@@ -91,6 +91,8 @@ class World:
         self.forgetting_rate = rng.choice((0.0, 0.0, 0.2, 0.7)) if not self.windows[0] else 0.0
         self.scores = random.Random(f"scores {self.seed}")  # of its own: the other choices stay what they were
         self.scoring_rate = 0.3 if self.seed % 4 == 1 else 0.0
+        self.later = random.Random(f"later {self.seed}")  # of its own, likewise
+        self.unready_rate = self.later.choice((0.0, 0.1, 0.5)) if self.seed % 3 == 1 else 0.0
         self.output_lengths = (1, 5, 30, 100, 200)
         if self.is_crowded or self.is_tiered:
             self.output_lengths = (100, 200) if self.is_crowded else (1, 2, 5, 20)
