@@ -37,8 +37,10 @@ class Looks:
         return self.theme
 
     def line_filter(self) -> TerminalFilter:
-        return TerminalFilter(is_ascii=glyphs.is_ascii(), has_color=not self.is_mono)
+        """The same one until the theme changes: Textual keeps what a line became by the filter that it passed."""
+        return self._line_filter
 
     def _apply(self) -> None:
         glyphs.use_ascii(self._wants_ascii or self.theme == "mono")
         palette.use(self.theme, has_color=self._has_color)
+        self._line_filter = TerminalFilter(is_ascii=glyphs.is_ascii(), has_color=not self.is_mono)

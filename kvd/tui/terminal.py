@@ -26,6 +26,8 @@ class TerminalFilter(LineFilter):
         self._has_color = has_color
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        if not self.enabled:
+            return segments
         return [
             segment
             if segment.control
