@@ -52,8 +52,9 @@ class _Answer(NamedTuple):
 class Doctor:
     """See the module's docstring.
 
-    decode: token ids to text, any thread. clock: monotonic seconds. max_memory_tokens: of the prompts that are
-    remembered, about 14 bytes each where none are alike. share: of one core, on average; 1 or more is no bound.
+    decode: token ids to text, any thread. clock: monotonic seconds, as in `Admission.time`. max_memory_tokens: of the
+    prompts that are remembered, about 14 bytes each where none are alike. share: of one core, on average; 1 or more is
+    no bound.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class Doctor:
             with self._lock:
                 findings.num_examined += 1
             return
+        time_of_day = time.time() + admission.time - self._clock()
         data = encode(admission.prompt_token_ids)
         try:
             diagnosis = diagnose(self._memory, admission, data, self._decode, self._pace)
@@ -226,7 +228,7 @@ class Doctor:
             findings.num_examined += 1
             findings.count(admission)
             if diagnosis is not None:
-                findings.add(admission, diagnosis)
+                findings.add(admission, diagnosis, time_of_day)
 
     def _pace(self) -> None:
         """Wait until the doctor may go on. Raises _TooCostly where it has been at it for too long."""

@@ -60,8 +60,8 @@ class Findings:
         self.prompt_tokens += len(admission.prompt_token_ids)
         self.cached_tokens += admission.num_cached_tokens
 
-    def add(self, admission: Admission, diagnosis: Diagnosis) -> None:
-        """A miss."""
+    def add(self, admission: Admission, diagnosis: Diagnosis, time: float) -> None:
+        """A miss, at a time in unix seconds."""
         cause = diagnosis.cause
         counts = self._counts[cause]
         counts[0] += 1
@@ -72,7 +72,7 @@ class Findings:
             admission.request_id,
             admission.client,
             admission.endpoint,
-            admission.time,
+            time,
             cause,
             len(admission.prompt_token_ids),
             admission.num_cached_tokens,
