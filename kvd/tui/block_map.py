@@ -7,9 +7,12 @@ the character says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from string import ascii_uppercase
 from typing import Literal
+
+from textual.timer import Timer
 
 from kvd.insight import BlockMap, MapCell
 from kvd.tui import glyphs
@@ -21,8 +24,14 @@ from kvd.tui.view import Link, View
 MapMode = Literal["owner", "sharing", "age"]
 MODES: tuple[MapMode, ...] = ("owner", "sharing", "age")
 
-MAX_CELLS = 4096
-"""More would take longer to draw than the event loop may be held up, and say no more to a person."""
+MAX_CELLS = 2048
+"""More take longer to ask for, and say no more to a person."""
+
+SPANS_PER_FRAME = 120
+"""Where no cell looks like its neighbour, painting a whole map at once would hold up the event loop for 7 ms."""
+
+_FRAME_SECONDS = 1 / 60
+_CELLS_LIKE_A_SPAN = 16  # so many cells take as long to look at as a span takes to paint
 
 _MAX_CELL_WIDTH = 3
 _MIN_HEIGHT_WITH_TWO_LEGEND_LINES = 9
@@ -118,21 +127,15 @@ def by_age(cell: MapCell) -> Span:
     return next((sign, style) for below, sign, style, _ in _AGES if cell.idle_seconds < below)
 
 
-def draw_cells(
-    block_map: BlockMap, mode: MapMode, numbers: tuple[int, ...], columns: int, cell_width: int
-) -> list[Spans]:
-    """The map's lines. Neighbours that look the same are one span."""
+def draw_cells(cells: Sequence[MapCell], mode: MapMode, numbers: tuple[int, ...], cell_width: int) -> Spans:
+    """These cells as a line. Neighbours that look the same are one span."""
     if mode == "owner":
-        spans = [by_owner(cell, numbers) for cell in block_map.cells]
+        spans = [by_owner(cell, numbers) for cell in cells]
     else:
-        spans = list(map(by_sharing if mode == "sharing" else by_age, block_map.cells))
-    lines = (spans[start : start + columns] for start in range(0, len(spans), columns))
-    return [
-        tuple(
-            ("".join(sign * cell_width for sign, _ in run), style) for style, run in groupby(line, lambda span: span[1])
-        )
-        for line in lines
-    ]
+        spans = list(map(by_sharing if mode == "sharing" else by_age, cells))
+    return tuple(
+        ("".join(sign * cell_width for sign, _ in run), style) for style, run in groupby(spans, lambda span: span[1])
+    )
 
 
 class BlockMapPanel(Panel):
@@ -146,7 +149,11 @@ class BlockMapPanel(Panel):
         self._letters = Letters()
         self._numbers: tuple[int, ...] = ()
         self._totals = (0, 0, 0, 0, 0)
-        self._drawn: tuple[tuple[object, ...], list[Spans]] | None = None
+        self._drawn: list[Spans] = []  # the lines of this map so far
+        self._drawn_as: tuple[object, ...] = ()
+        self._is_behind = False
+        self._spans_left: int | None = None  # None: no limit
+        self._next_frame: Timer | None = None
 
     @property
     def num_cells(self) -> int:
@@ -170,7 +177,7 @@ class BlockMapPanel(Panel):
             sum(cell.num_shared for cell in cells),
             sum(cell.num_pinned for cell in cells),
         )
-        self._drawn = None
+        self._drawn_as = ()
 
     def on_resize(self) -> None:
         super().on_resize()
@@ -207,13 +214,37 @@ class BlockMapPanel(Panel):
         lines += [()] * (rows - len(lines))
         return [*lines, *flow(self._legend(block_map, 24 if legend_lines > 1 else 12), width, legend_lines)]
 
-    def _cells(self, block_map: BlockMap, width: int, rows: int) -> list[Spans]:
+    def redraw(self) -> int:
+        """Repaint as much as may be painted in one frame; what is left follows in the next frames."""
+        self._spans_left = SPANS_PER_FRAME
+        num_changed = super().redraw()
+        self._spans_left = None
+        if self._is_behind and self._next_frame is None:
+            self._next_frame = self.set_timer(_FRAME_SECONDS, self._catch_up)
+        return num_changed
+
+    def _catch_up(self) -> None:
+        self._next_frame = None
+        self.redraw()
+
+    def _cells(self, block_map: BlockMap, width: int, num_rows: int) -> list[Spans]:
         # A map that was asked for before the terminal grew smaller is cut off until the next one comes.
-        columns, cell_width = layout(len(block_map.cells), width, rows)
+        columns, cell_width = layout(len(block_map.cells), width, num_rows)
         key = (self.mode, columns, cell_width, glyphs.is_ascii())
-        if self._drawn is None or self._drawn[0] != key:
-            self._drawn = (key, draw_cells(block_map, self.mode, self._numbers, columns, cell_width))
-        return self._drawn[1][:rows]
+        if self._drawn_as != key:
+            self._drawn_as, self._drawn = key, []
+        num_rows = min(num_rows, -(-len(block_map.cells) // columns))
+        self._is_behind = False
+        while len(self._drawn) < num_rows:
+            if self._spans_left is not None and self._spans_left <= 0:
+                self._is_behind = True
+                return self._drawn + self._lines[len(self._drawn) : num_rows]
+            start = len(self._drawn) * columns
+            line = draw_cells(block_map.cells[start : start + columns], self.mode, self._numbers, cell_width)
+            self._drawn.append(line)
+            if self._spans_left is not None:
+                self._spans_left -= len(line) + columns // _CELLS_LIKE_A_SPAN
+        return self._drawn[:num_rows]
 
     def _legend(self, block_map: BlockMap, name_width: int) -> list[Spans]:
         free, cached, active, shared, pinned = self._totals
