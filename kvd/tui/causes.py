@@ -24,7 +24,7 @@ class Cause(NamedTuple):
 
 
 _CAUSES: dict[str, tuple[str, str]] = {
-    "volatile_line": ("a line that changes each time", "move dates and ids to the end of the prompt"),
+    "volatile_line": ("a line that changes each time", "move dates and ids to the end"),
     "differs": ("prompts differ early", "put what they share first"),
     "system_prompt": ("another system prompt each time", "keep the system prompt fixed"),
     "reordered": ("same passages, another order", "keep documents and examples in one order"),

@@ -234,13 +234,13 @@ def _line(columns: tuple[tuple[Column, int], ...], row: RequestView, *, is_curso
 
 
 def _nothing_matches(width: int) -> list[Spans]:
-    return [((fit("No request matches the filter; escape clears it.", width), "muted"),)]
+    return [((fit(" No request matches the filter; escape clears it.", width), "muted"),)]
 
 
 def _invitation(link: Link, width: int) -> list[Spans]:
     """What stands in the table while there is nothing to show: how to change that."""
     return [
-        ((fit("No requests at the moment. Point any OpenAI client here:", width), "muted"),),
-        (("  base URL  ", "muted"), (link.address, "key")),
-        (("  model     ", "muted"), (link.model, "bright")),
+        ((fit(" No requests at the moment. Point any OpenAI client here:", width), "muted"),),
+        (("   base URL  ", "muted"), (link.address, "key")),
+        (("   model     ", "muted"), (link.model, "bright")),
     ]
