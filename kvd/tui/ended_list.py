@@ -11,7 +11,8 @@ from kvd.insight import Timeline
 from kvd.tui.event_list import clock_time
 from kvd.tui.format import NOTHING, clean, duration, exact, fit, fit_right, short_count, short_id
 from kvd.tui.listing import ListPanel
-from kvd.tui.panel import Spans, crop
+from kvd.tui.panel import Spans, crop, span_width
+from kvd.tui.timeline import ending
 from kvd.tui.view import Link, View
 
 _ID_WIDTH = 12
@@ -111,16 +112,14 @@ class EndedPanel(ListPanel):
         )
         if width >= _MIN_WIDTH_WITH_API:
             spans = (*spans, (fit(timeline.endpoint, _API_WIDTH) + " ", "muted"))
-        return crop(
-            (
-                *spans,
-                (f"{short_count(timeline.num_prompt_tokens):>6} ", "text"),
-                (f"{output:>6} ", "text"),
-                (fit_right(duration(last.seconds if last is not None else None), 6) + "  ", "text"),
-                (clean(_how(timeline)[:width]), "muted"),
-            ),
-            width,
+        spans = (
+            *spans,
+            (f"{short_count(timeline.num_prompt_tokens):>6} ", "text"),
+            (f"{output:>6} ", "text"),
+            (fit_right(duration(last.seconds if last is not None else None), 6) + "  ", "text"),
         )
+        how, room = clean(_how(timeline)[: 2 * width]), width - span_width(spans)
+        return crop((*spans, (how if len(how) <= room else ending(timeline), "muted")), width)
 
 
 def _client_width(width: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvd.tui.figures import LABEL_WIDTH, fact, gauge, part_of, share_graph, share_text
+from kvd.tui.figures import LABEL_WIDTH, bytes_of, fact, gauge, part_of, share_graph, share_text
 from kvd.tui.format import age, clean, duration, exact, rate, short_count, size
 from kvd.tui.panel import Panel, Spans
 from kvd.tui.view import MAX_COLUMNS, Link, View
@@ -125,7 +125,7 @@ def _pool_lines(snapshot: Snapshot, width: int) -> list[Spans]:
 def _ram_lines(snapshot: Snapshot, width: int) -> list[Spans]:
     counters = snapshot.counters
     if not snapshot.num_ram_blocks:
-        return [fact("RAM", "off", width, "text", "swap_space makes one")]
+        return [fact("RAM", "off", width, "text", "swap_space makes one", "see swap_space")]
     moved = f"{short_count(counters.num_saved_blocks)} saved, {short_count(counters.num_restored_blocks)} restored"
     held = f"{short_count(counters.num_unsaved_blocks)} not saved: no slot" if counters.num_unsaved_blocks else ""
     return [
@@ -136,8 +136,8 @@ def _ram_lines(snapshot: Snapshot, width: int) -> list[Spans]:
 
 def _disk_lines(disk: DiskFacts | None, width: int) -> list[Spans]:
     if disk is None:
-        return [fact("disk", "off", width, "text", "disk_cache makes one")]
-    kept = f"{size(disk.num_bytes)} of {size(disk.max_bytes)}"
+        return [fact("disk", "off", width, "text", "disk_cache makes one", "see disk_cache")]
+    kept = bytes_of(disk.num_bytes, disk.max_bytes)
     lines = [
         gauge("disk", part_of(disk.num_bytes, disk.max_bytes), kept, width, "cached"),
         fact("", f"{size(disk.num_written_bytes)} written", width, "muted", f"{size(disk.num_read_bytes)} read"),
@@ -152,7 +152,7 @@ def _disk_lines(disk: DiskFacts | None, width: int) -> list[Spans]:
 def _tier(name: str, used: int, total: int, block_bytes: int, width: int) -> Spans:
     """Blocks and bytes of a tier, as many words as fit."""
     text = f"{exact(used)} of {exact(total)}"
-    whole = f"{text} blocks, {size(used * block_bytes)} of {size(total * block_bytes)}"
+    whole = f"{text} blocks, {bytes_of(used * block_bytes, total * block_bytes)}"
     texts = (whole, f"{text} blocks", text)
     text = next((words for words in texts if len(words) + LABEL_WIDTH + 6 <= width), text)
     return gauge(name, used / total if total else None, text, width, "active")

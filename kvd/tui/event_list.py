@@ -5,9 +5,10 @@ Follows the newest event until the operator moves up; the event under the cursor
 
 from __future__ import annotations
 
+import re
 import time
 
-from kvd.tui.format import clean, fit, short_id
+from kvd.tui.format import clean, fit
 from kvd.tui.listing import ListPanel, wrap
 from kvd.tui.panel import Spans, crop, span_width
 from kvd.tui.view import Link, View
@@ -22,6 +23,8 @@ _LETTERS = {
     "error": ("E", "error-bold"),
 }
 _TEXTS = {"debug": "muted", "info": "text", "warning": "warning", "error": "error"}
+_ID = re.compile(r"\b(?:chatcmpl-|cmpl-|resp_|msg_)[0-9a-f]{32}\b")
+"""A request id as the server makes them; lines of its log have them in their text alone."""
 _KIND_WIDTH = 12
 _ID_WIDTH = 8
 _MIN_WIDTH_WITH_ID = 70
@@ -33,6 +36,14 @@ _MAX_DETAIL_CHARACTERS = 2_000
 def clock_time(unix_seconds: float) -> str:
     """The time of day here: `14:03:59`."""
     return time.strftime("%H:%M:%S", time.localtime(unix_seconds))
+
+
+def request_of(event: LogEvent) -> str:
+    """The request that an event is about: as it says itself, or the first id in its message; empty where none is."""
+    if event.request_id:
+        return event.request_id
+    found = _ID.search(event.message)
+    return found.group() if found else ""
 
 
 def full_text(event: LogEvent) -> str:
@@ -122,7 +133,7 @@ class EventPanel(ListPanel):
         )
         if width >= _MIN_WIDTH_WITH_ID:
             # The end of an id is what differs from others.
-            name = short_id(event.request_id, 200)[-_ID_WIDTH:] if event.request_id else ""
+            name = clean(request_of(event)[-_ID_WIDTH:])
             spans = (*spans, (fit(name, _ID_WIDTH) + " ", "bright"))
         room = width - span_width(spans)
         # No more of a message is cleaned and measured than can be seen; what is beyond shows as an ellipsis.

@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from kvd.insight import Console
-from kvd.tui.event_list import EventPanel, full_text
+from kvd.tui.event_list import EventPanel, full_text, request_of
 from kvd.tui.page import Jump, Key, Note, Page
 from kvd.tui.panel import Panel
 
@@ -70,7 +70,8 @@ class EventsPage(Page):
         event = self._events.selected
         if event is None:
             return
-        if event.request_id:
-            self.post_message(Jump("Requests", event.request_id))
+        request_id = request_of(event)
+        if request_id:
+            self.post_message(Jump("Requests", request_id))
         else:
             self.post_message(Note("this event is not about a request"))

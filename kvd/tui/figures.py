@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd.tui.charts import area, meter
+from kvd.tui.format import percent, size
 from kvd.tui.palette import gradient
 from kvd.tui.panel import Spans, crop, justify, span_width
 
 ABSENT = "n/a"
 """Shown where nobody told."""
 LABEL_WIDTH = 12
+_MIN_METER = 3
 _MAX_METER = 24
 _MIN_GRAPH_HEIGHT = 5
 _MAX_GRAPH_ROWS = 8
@@ -27,7 +29,7 @@ def fact(name: str, text: str, width: int, style: str = "text", more: str = "", 
 def gauge(name: str, share: float | None, text: str, width: int, style: str = "active") -> Spans:
     """A name, a meter, and the figure that it stands for; without a share, or without room, no meter."""
     room = min(_MAX_METER, width - LABEL_WIDTH - len(text) - 1)
-    if share is None or room < 5:
+    if share is None or room < _MIN_METER:
         return fact(name, text, width)
     filled, empty = meter(min(1.0, max(0.0, share)), room)
     return ((f"{name:<{LABEL_WIDTH}}", "muted"), (filled, style), (empty, "faint"), (" " + text, "text"))
@@ -39,7 +41,14 @@ def part_of(part: float | None, whole: float | None) -> float | None:
 
 
 def share_text(share: float | None) -> str:
-    return ABSENT if share is None else f"{share:.0%}"
+    return ABSENT if share is None else percent(share, 1.0)
+
+
+def bytes_of(part: int | None, whole: int | None) -> str:
+    """`3.8 of 24 GiB`: the unit once where both have the same."""
+    left, right = (ABSENT if count is None else size(count) for count in (part, whole))
+    number, _, unit = left.partition(" ")
+    return f"{number if right.endswith(' ' + unit) and unit else left} of {right}"
 
 
 def share_graph(name: str, shares: Sequence[float | None], width: int, height: int, colors: str) -> list[Spans]:

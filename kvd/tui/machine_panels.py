@@ -11,7 +11,7 @@ from collections import deque
 from kvd.core import BLOCK_SIZE
 from kvd.device_facts import DeviceFacts, HostFacts
 from kvd.tui.charts import divide
-from kvd.tui.figures import ABSENT, LABEL_WIDTH, fact, gauge, part_of, share_graph, share_text
+from kvd.tui.figures import ABSENT, LABEL_WIDTH, bytes_of, fact, gauge, part_of, share_graph, share_text
 from kvd.tui.format import NOTHING, clean, exact, percent, size
 from kvd.tui.panel import Panel, Spans, crop
 from kvd.tui.view import MAX_COLUMNS, Link, View
@@ -65,7 +65,7 @@ class DevicePanel(Panel):
 def _device_lines(facts: DeviceFacts, width: int, *, is_low: bool) -> list[Spans]:
     busy = facts.utilization
     used, total, own = facts.memory_used_bytes, facts.memory_total_bytes, facts.memory_own_bytes
-    memory, others = f"{_bytes(used)} of {_bytes(total)}", ""
+    memory, others = bytes_of(used, total), ""
     if used is not None and own is not None and used > own:
         others = f"{size(used - own)} of other processes"
     watts = f"{_number(facts.power_watts)} of {_number(facts.power_limit_watts)} W"
@@ -102,7 +102,7 @@ def _host_lines(facts: HostFacts | None, width: int) -> list[Spans]:
         fact("host", clean(facts.cpu_name or ABSENT), width, "bright", count),
         gauge("busy", facts.utilization, share_text(facts.utilization), width),
         gauge("of it kvd", facts.own_utilization, share_text(facts.own_utilization), width, "decode"),
-        gauge("memory", part_of(used, total), f"{_bytes(used)} of {_bytes(total)}", width, "cached"),
+        gauge("memory", part_of(used, total), bytes_of(used, total), width, "cached"),
         gauge("of it kvd", part_of(facts.memory_own_bytes, total), _bytes(facts.memory_own_bytes), width, "active"),
     ]
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from kvd.insight import Timeline, TimelineEntry, TimelineKind
 from kvd.tui.charts import divide
-from kvd.tui.format import NOTHING, clean, duration, exact, fit, percent, short_count
+from kvd.tui.format import NOTHING, clean, duration, exact, fit, percent, short_count, shorten_middle
 from kvd.tui.listing import ListPanel, wrap
 from kvd.tui.panel import Spans, crop, justify, span_width
 from kvd.tui.view import Link, View
@@ -33,7 +33,7 @@ _STYLES: dict[Phase, str] = {"queued": "muted", "prefill": "prefill", "decode": 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How entries of one kind are shown. `tokens` says what their number counts."""
+    """How entries of one kind are shown. `tokens` says what their number counts, where there is no reason to show."""
 
     mark: str
     word: str
@@ -59,6 +59,7 @@ _UNKNOWN = Kind("·", "", "text")
 _TIME_WIDTH = 9
 _WORD_WIDTH = 13
 _TOKENS_WIDTH = 7
+_MIN_ID_WIDTH = 14
 _MIN_WIDTH_WITH_GAPS = 100
 """From here on there is a column with the time since the entry before."""
 
@@ -139,6 +140,11 @@ def moment(seconds: float) -> str:
     return f"{whole // 3600}h{whole // 60 % 60:02d}m{whole % 60:02d}s"
 
 
+def ending(timeline: Timeline) -> str:
+    """How a request ended, in a word or two: its last reason up to the figures."""
+    return clean(timeline.entries[-1].reason.partition(":")[0]) if timeline.entries else ""
+
+
 class TimelinePanel(ListPanel):
     """One request. Shows its latest entry while it runs, unless the operator has moved up."""
 
@@ -157,6 +163,9 @@ class TimelinePanel(ListPanel):
     def take(self, request_id: str, timeline: Timeline | None) -> None:
         """What the engine answered. A request of which nothing more is known stays as it was seen last."""
         if request_id == self.request_id:
+            if self.timeline is None and timeline is not None and timeline.has_ended:
+                self.is_following = False  # a story that is over is read from its beginning
+                self.cursor = 0
             self.is_known = timeline is not None
             self.timeline = timeline or self.timeline
             self.redraw()
@@ -219,14 +228,14 @@ class TimelinePanel(ListPanel):
         return lines
 
     def _title_line(self, timeline: Timeline, row: RequestView | None, width: int) -> Spans:
+        name = clean(timeline.request_id)
         facts: Spans = (
-            (clean(timeline.request_id), "bright"),
             ("  ", "text"),
             (clean(timeline.client) or "unnamed client", "text"),
             (f"  {clean(timeline.endpoint)}  {exact(timeline.num_prompt_tokens)} tokens", "muted"),
         )
         if timeline.has_ended:
-            state: Spans = (("ended", "muted"),)
+            state: Spans = ((f"ended: {ending(timeline)}" if timeline.entries else "ended", "bright"),)
         elif self.is_known is False:
             state = (("no longer known", "warning"),)
         elif row is None:
@@ -234,6 +243,8 @@ class TimelinePanel(ListPanel):
         else:
             output = f" {short_count(row.num_output_tokens)}/{short_count(row.max_tokens)}" if row.ttft_seconds else ""
             state = ((row.state + output, _STYLES[_STATE_PHASES[row.state]]),)
+        room = width - span_width(facts) - span_width(state) - 2
+        facts = ((shorten_middle(name, max(_MIN_ID_WIDTH, room)), "bright"), *facts)
         return justify(facts, state, width) if span_width(state) < width - 8 else crop(facts, width)
 
     def row(self, index: int, width: int, *, is_cursor: bool) -> Spans:
@@ -258,9 +269,9 @@ class TimelinePanel(ListPanel):
         return (*spans, (fit(self._why(entry), room), "muted")) if room > 0 else crop(spans, width)
 
     def _why(self, entry: TimelineEntry) -> str:
+        """The reason, or at least what the tokens are."""
         kind = KINDS.get(entry.kind, _UNKNOWN)
-        meaning = kind.tokens if entry.num_tokens else ""
-        return clean(f"{meaning}: {entry.reason}" if meaning and entry.reason else meaning or entry.reason)
+        return clean(entry.reason or (kind.tokens if entry.num_tokens else ""))
 
     def footing(self, width: int, height: int) -> list[Spans]:
         """The reason in full where its row is too short for it."""

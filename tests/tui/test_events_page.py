@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.tui.event_list import LEVELS, EventPanel, full_text
+from kvd.tui.event_list import LEVELS, EventPanel, full_text, request_of
 from kvd.tui.listing import wrap
 from kvd.tui.panel import Spans, span_width
 from kvd.tui.view import Link
@@ -194,6 +194,19 @@ async def test_enter_shows_the_request_of_an_event() -> None:
     async with running(snapshot(requests=(row(1),)), page="Events", console=fake) as screen:
         await screen.press("enter")
         await screen.until(lambda: ("timeline", "chatcmpl-000001ab") in fake.asked)
+
+
+@pytest.mark.parametrize(
+    ("event_id", "message", "request_id"),
+    [
+        ("chatcmpl-1", "of chatcmpl-" + "b" * 32, "chatcmpl-1"),
+        (None, f"POST /v1/messages 200 3 ms msg_{'0a' * 16} tester", f"msg_{'0a' * 16}"),
+        (None, f"POST /v1/completions 200 3 ms cmpl-{'0a' * 16}", f"cmpl-{'0a' * 16}"),
+        (None, "chatcmpl-ab is too short for an id", ""),
+    ],
+)
+def test_the_request_of_an_event_is_found_in_its_text_too(event_id: str | None, message: str, request_id: str) -> None:
+    assert request_of(event(1, message=message, request_id=event_id)) == request_id
 
 
 async def test_y_copies_the_whole_line() -> None:

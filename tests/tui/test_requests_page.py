@@ -24,19 +24,19 @@ RUNS = "chatcmpl-000001ab"
 ENDED = "chatcmpl-00ffe1ab"
 
 STORY = (
-    TimelineEntry(0.0, "queued", 1200),
+    TimelineEntry(0.0, "queued", 1200, "16 run, 3 wait"),
     TimelineEntry(0.4, "waiting", 0, "no block is free: 12 requests hold 2,048"),
-    TimelineEntry(1.0, "admitted", 0, "first in its client's turn"),
-    TimelineEntry(1.0, "hit", 768, "512 from RAM"),
+    TimelineEntry(1.0, "admitted", 1200, "first in its client's turn"),
+    TimelineEntry(1.0, "hit", 768, "in the KV pool"),
     TimelineEntry(1.5, "chunk", 256),
     TimelineEntry(2.0, "chunk", 176),
     TimelineEntry(2.0, "first_token", 1),
-    TimelineEntry(4.0, "preempted", 37, "recompute: 6 ms against 9 ms for a copy to RAM"),
-    TimelineEntry(7.0, "resumed", 0),
+    TimelineEntry(4.0, "preempted", 1237, "for want of blocks; to be computed again (9.0 ms)"),
+    TimelineEntry(7.0, "resumed", 0, "its blocks are free again"),
     TimelineEntry(8.0, "chunk", 512),
     TimelineEntry(8.5, "chunk", 725),
 )
-END = (TimelineEntry(10.0, "finished", 90, "stop"),)
+END = (TimelineEntry(10.0, "finished", 90, "stop: 1,200 prompt tokens, 768 cached, 90 generated, preempted 1×"),)
 
 
 def timeline(
@@ -208,7 +208,7 @@ async def test_enter_opens_the_timeline_and_escape_goes_back(size: tuple[int, in
         await screen.until(lambda: "first token" in screen.text)
         for word in (
             RUNS, "░ queued 1.00s", "▒ prefill", "█ decode", "x preempted 3.00s", "◌ waiting", "▪ chunk",
-            "512  computed", "↓ preempted", "recompute: 6 ms", "decode 37/512",
+            "512  computed", "↓ preempted", "for want of blocks; to be", "decode 37/512",
         ):  # fmt: skip
             assert word in screen.text, word
         assert ("6 running" in screen.text) == (size[1] >= 40)
@@ -239,7 +239,7 @@ async def test_a_timeline_that_has_ended_is_asked_for_no_more() -> None:
     fake = console()
     async with running(table(), page="Requests", console=fake) as screen:
         await screen.press("e", "enter")
-        await screen.until(lambda: "■ finished" in screen.text)
+        await screen.until(lambda: "ended: stop" in screen.text)
         asked = len(fake.asked)
         await screen.fetch()
         assert fake.asked[asked:] == []
@@ -254,9 +254,10 @@ async def test_the_requests_that_ended_can_still_be_opened(size: tuple[int, int]
         assert "22:13:30" in screen.text  # 10 s after it arrived
         assert "10.0s  stop" in screen.text
         await screen.press("down", "enter")
-        await screen.until(lambda: "■ finished" in screen.text)
+        await screen.until(lambda: "ended: stop" in screen.text)
         assert "chatcmpl-0000e1ab" in screen.text
-        assert "90  generated: stop" in screen.text
+        assert "▸   0.000s  ○ queued" in screen.text or "▸   0.000s   +0.0ms  ○ queued" in screen.text
+        assert "90  stop: 1,200 prompt tokens" in screen.text
         await screen.press("escape")
         assert "Requests that ended lately" in screen.text
         await screen.press("escape")
@@ -319,7 +320,7 @@ async def test_the_filter_holds_for_both_lists_and_survives_a_look_at_a_timeline
         await screen.press("slash", *"0012", "enter")
         await screen.until(lambda: "1–1 of 1" in screen.text)
         await screen.press("enter")
-        await screen.until(lambda: "■ finished" in screen.text)
+        await screen.until(lambda: "ended: stop" in screen.text)
         assert screen.app.page.copied() == "chatcmpl-0012e1ab"
         await screen.press("escape")
         assert "1–1 of 1" in screen.text
