@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kvd.cache": ("kvd.model.spec", "kvd_kernels.kv_format", *LEAVES),
     "kvd.model": ("kvd_kernels", *LEAVES),
     "kvd.observe": LEAVES,
-    "kvd.tui": ("kvd.cache.sizing", "kvd.cache.fitting", *LEAVES),
+    "kvd.tui": ("kvd.cache.sizing", "kvd.cache.fitting", "kvd.cache.lengths", *LEAVES),
     "kvd_kernels": (),
 }
 """Room → what its files may import of kvd and kvd_kernels, besides itself."""

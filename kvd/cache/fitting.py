@@ -13,18 +13,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
-from kvd.cache.sizing import GIB, DecoderShape, PoolSize, activation_bytes, request_blocks, rope_bytes, size_pool
+from kvd.cache.sizing import (
+    GIB,
+    BlockFormat,
+    DecoderShape,
+    PoolSize,
+    activation_bytes,
+    request_blocks,
+    rope_bytes,
+    size_pool,
+)
 from kvd.config import Config
 from kvd.core import BLOCK_SIZE
 from kvd.errors import NotEnoughMemory
 from kvd.geometry import HOST_SETTING, Choice, Geometry, ModelShape, Room
 from kvd.model.spec import kv_format_of, resolved_kv_dtype
-from kvd.views import Histogram
-from kvd_kernels.kv_format import KVFormat
 
 HEADROOM_BYTES = 256 << 20
 """Of a device's free memory, left alone: what drivers and other processes take after the start is in no formula."""
@@ -34,8 +42,6 @@ MIN_STEP_TOKENS = 16
 AUTO_MAX_NUM_SEQS = 32
 KV_DTYPES = ("int8", "fp16", "bf16")
 FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
-EXPECTED_MARGIN = 1.2
-"""How much longer than the lengths that were seen max_model_len should be."""
 
 
 def gib(num_bytes: int) -> str:
@@ -105,7 +111,7 @@ class Demand:
     """
 
     spec: DecoderShape
-    kv_format: KVFormat
+    kv_format: BlockFormat
     limits: Limits
     element_bytes: int
     weight_bytes: int
@@ -280,19 +286,38 @@ class Fit:
         return self.num_blocks // request_blocks(num_tokens, self.most_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockSize:
+    """What of a `KVFormat` counts. window: the widest where every layer has one, else 0."""
+
+    block_bytes: int
+    bytes_per_token: float
+    window: int
+
+
+@lru_cache(maxsize=32)
+def _block_size(shape: ModelShape, kv_cache_dtype: str) -> _BlockSize:
+    """One layer of each window is formatted, and multiplied: layers of one window are alike."""
+    counts: Counter[int] = Counter()
+    for window, count in shape.layer_windows:
+        counts[window] += count
+    one_each = replace(shape, layer_windows=tuple((window, 1) for window in counts))
+    groups = kv_format_of(one_each, kv_cache_dtype).groups
+    block_bytes = sum(group.block_bytes * counts[group.window] for group in groups)
+    return _BlockSize(block_bytes, block_bytes / BLOCK_SIZE, max(counts) if all(counts) else 0)
+
+
 def fit(geometry: Geometry, choice: Choice) -> Fit:
     """What start-up would come to with `choice`; never raises."""
     shape = geometry.shape
-    kv_format = kv_format_of(shape, choice.kv_cache_dtype)
+    block = _block_size(shape, choice.kv_cache_dtype)
     limits = Limits.of(choice.max_num_batched_tokens, choice.max_num_seqs)
     demand = Demand(
-        shape, kv_format, limits, geometry.element_bytes, geometry.weight_bytes, geometry.scratch_bytes
+        shape, block, limits, geometry.element_bytes, geometry.weight_bytes, geometry.scratch_bytes
     )  # fmt: skip
     room = with_share(geometry.room, choice.share)
-    most_tokens = 0
-    if all(group.window for group in kv_format.groups):
-        # Of what lies behind the window a request holds the rest of a block; a chunk is written before that goes.
-        most_tokens = max(group.window for group in kv_format.groups) + limits.max_tokens + BLOCK_SIZE
+    # Of what lies behind the window a request holds the rest of a block; a chunk is written before that goes.
+    most_tokens = block.window + limits.max_tokens + BLOCK_SIZE if block.window else 0
     pool, step_bytes, refusal = PoolSize(0, 0, 0), demand.buffer_bytes(), ""
     try:
         plan = plan_memory(choice, demand, room)
@@ -301,7 +326,7 @@ def fit(geometry: Geometry, choice: Choice) -> Fit:
         refusal = str(error)
     return Fit(
         choice, room.limit_bytes, demand.weight_bytes, step_bytes, pool.kv_bytes, pool.num_blocks,
-        kv_format.block_bytes, kv_format.bytes_per_token, pool.max_model_len, shape.max_positions, most_tokens,
+        block.block_bytes, block.bytes_per_token, pool.max_model_len, shape.max_positions, most_tokens,
         refusal, pool.warning,
     )  # fmt: skip
 
@@ -315,65 +340,3 @@ def fits_by_concurrency(geometry: Geometry, choice: Choice, counts: Sequence[int
         fit(geometry, replace(choice, max_model_len=None, max_num_seqs=max(count, choice.max_num_seqs)))
         for count in counts
     )
-
-
-# --------------------------------------------------------------------------- what to choose
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Of token counts. is_at_least: the 99th lies beyond the last bucket, of which this is where it begins."""
-
-    p50: int
-    p90: int
-    p99: int
-    is_at_least: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SeenLengths:
-    """What requests looked like since the start."""
-
-    num_requests: int
-    prompt: Percentiles
-    answer: Percentiles
-
-    def total(self, name: str) -> int:
-        """Prompt and answer together. name: "p50", "p90" or "p99"."""
-        return int(getattr(self.prompt, name)) + int(getattr(self.answer, name))
-
-
-def seen_lengths(histograms: Mapping[str, Histogram]) -> SeenLengths | None:
-    """From a snapshot's histograms; None where no request has ended yet."""
-    prompts, answers = (histograms.get(f"request_{name}_tokens") for name in ("prompt", "generation"))
-    if prompts is None or answers is None or not prompts.total or not answers.total:
-        return None
-    return SeenLengths(answers.total, _percentiles(prompts), _percentiles(answers))
-
-
-def _percentiles(histogram: Histogram) -> Percentiles:
-    values = [_quantile(histogram, fraction) for fraction in (0.5, 0.9, 0.99)]
-    p50, p90, p99 = (math.ceil(value) for value, _ in values)
-    return Percentiles(p50, p90, p99, values[-1][1])
-
-
-def _quantile(histogram: Histogram, fraction: float) -> tuple[float, bool]:
-    """Interpolated inside its bucket; in the one without an upper bound its lower bound, and True."""
-    rank = fraction * histogram.total
-    index = next(index for index, count in enumerate(histogram.counts) if count >= rank)
-    lower = histogram.bounds[index - 1] if index else 0.0
-    if index >= len(histogram.bounds) or math.isinf(histogram.bounds[index]):
-        return lower, True
-    below = histogram.counts[index - 1] if index else 0
-    return lower + (histogram.bounds[index] - lower) * (rank - below) / (histogram.counts[index] - below), False
-
-
-def recommended_len(expected_tokens: int, max_positions: int) -> int:
-    """max_model_len for requests of so many tokens: a fifth more, in whole blocks, at most what the model knows."""
-    whole = math.ceil(round(expected_tokens * EXPECTED_MARGIN, 6) / BLOCK_SIZE) * BLOCK_SIZE
-    return max(1, min(whole, max_positions))
-
-
-def recommended_seqs(fitted: Fit, expected_tokens: int, most: int) -> int:
-    """max_num_seqs: how many requests of so many tokens the KV cache holds, from 1 to `most`."""
-    return max(1, min(most, fitted.requests(min(expected_tokens, max(1, fitted.largest_len)))))

@@ -18,7 +18,6 @@ from typing import Protocol
 from kvd.core import BLOCK_SIZE
 from kvd.errors import NotEnoughMemory
 from kvd.model.spec import KVShape
-from kvd_kernels.kv_format import KVFormat
 
 GIB = 1 << 30
 SMALLEST_USEFUL_CONTEXT = 128
@@ -71,9 +70,19 @@ def rope_bytes(spec: DecoderShape, max_positions: int) -> int:
     return max_positions * spec.head_dim * 4
 
 
+class BlockFormat(Protocol):
+    """A `KVFormat`, or its two figures alone."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def bytes_per_token(self) -> float: ...
+
+
 def size_pool(
     *,
-    kv_format: KVFormat,
+    kv_format: BlockFormat,
     kv_bytes: int,
     model_max_len: int,
     requested_max_len: int | None,

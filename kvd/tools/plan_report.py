@@ -9,19 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvd.cache.fitting import (
-    AUTO_MAX_NUM_SEQS,
-    Fit,
-    Limits,
-    SeenLengths,
-    choice_of,
-    fit,
-    limits_of,
-    recommended_len,
-    recommended_seqs,
-    seen_lengths,
-    shape_of,
-)
+from kvd.cache.fitting import Fit, Limits, choice_of, fit, limits_of, shape_of
+from kvd.cache.lengths import SeenLengths, advise, seen_lengths
 from kvd.cache.sizing import request_blocks
 from kvd.core import BLOCK_SIZE
 from kvd.engine.memory_budget import prepared_weight_bytes
@@ -35,10 +24,6 @@ from kvd.views import Snapshot
 from kvd_kernels.weights import Linear
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-TYPICAL_TOKENS = 2048
-"""What a request is taken to be like where nobody says."""
-MOST_SEQS_HOST = AUTO_MAX_NUM_SEQS
-MOST_SEQS_DEVICE = 256
 EVERY_DTYPE = ("fp8_e4m3", "int8", "fp16")
 """A column of the tables each; fp8_e5m2 takes what fp8_e4m3 takes, and bf16 what fp16 takes."""
 
@@ -230,18 +215,14 @@ def _report(
 
 
 def recommend(geometry: Geometry, fits: Fit, asked: Asked | None, seen: SeenLengths | None) -> Recommendation:
-    """max_num_seqs for the requests that are expected: as asked for, as seen (the 90th percentile), or typical ones."""
-    most = MOST_SEQS_HOST if geometry.room.setting == HOST_SETTING else MOST_SEQS_DEVICE
-    longest, max_model_len = geometry.shape.max_positions, None
+    """Settings for the requests that are expected, and why they are."""
+    advice = advise(geometry, fits, seen, None if asked is None else asked.num_tokens)
+    why = "assumed; --requests says otherwise"
     if asked is not None:
-        expected, why = asked.num_tokens, "as asked for"
-        max_model_len = recommended_len(expected, longest)
+        why = "as asked for"
     elif seen is not None:
-        expected, why = seen.total("p90"), f"the 90th percentile of {seen.num_requests:,} requests seen"
-        max_model_len = recommended_len(seen.total("p99"), longest)
-    else:
-        expected, why = min(TYPICAL_TOKENS, fits.max_model_len or TYPICAL_TOKENS), "assumed; --requests says otherwise"
-    return Recommendation(recommended_seqs(fits, expected, most), max_model_len, expected, why)
+        why = f"the 90th percentile of {seen.num_requests:,} requests seen"
+    return Recommendation(advice.max_num_seqs, advice.max_model_len, advice.expected_tokens, why)
 
 
 def answer(fits: Fit, asked: Asked | None) -> AskedAnswer | None:

@@ -43,10 +43,11 @@ from kvd.tui.question import Question
 from kvd.tui.requests_page import RequestsPage
 from kvd.tui.status import AlertLine, KeyLine, TabLine
 from kvd.tui.view import History, Link, View
+from kvd.tui.what_if_page import WhatIfPage
 
 log = logging.getLogger(__name__)
 
-PAGES: tuple[type[Page], ...] = (OverviewPage, CachePage, RequestsPage, MachinePage, EventsPage)
+PAGES: tuple[type[Page], ...] = (OverviewPage, CachePage, RequestsPage, MachinePage, EventsPage, WhatIfPage)
 """In the order of their keys."""
 
 FRAME_SECONDS = 1 / 60
@@ -162,7 +163,8 @@ class Dashboard(App[Outcome]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """What every line passes on its way to the terminal; Textual's own only greys what NO_COLOR forbids."""
-        return [self._looks.line_filter()]
+        line_filter = self._looks.line_filter()
+        return [line_filter] if line_filter.enabled else []
 
     # ------------------------------------------------------------------ life cycle
 

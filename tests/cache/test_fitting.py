@@ -18,11 +18,9 @@ from kvd.cache.fitting import (
     fits_by_concurrency,
     host_room,
     kv_dtypes_of,
-    recommended_len,
-    recommended_seqs,
-    seen_lengths,
     with_share,
 )
+from kvd.cache.lengths import Advice, advise, recommended_len, seen_lengths
 from kvd.cache.sizing import GIB
 from kvd.geometry import Choice, Geometry, ModelShape, Room
 from kvd.histograms import BUCKET_BOUNDS, HistogramBuilder
@@ -207,6 +205,15 @@ def test_an_excess_is_refused_with_the_largest_that_fits() -> None:
 # --------------------------------------------------------------------------- windows
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp16", "fp8_e5m2"])
+def test_a_block_has_the_bytes_of_all_its_layers(dtype: str) -> None:
+    shape = replace(QWEN_7B, head_dim=72, num_kv_heads=3, layer_windows=((0, 5), (4096, 7), (512, 2)))
+    found = fit(geometry(shape), replace(CHOICE, kv_cache_dtype=dtype))
+    kv_format = kv_format_of(shape, dtype)
+    assert found.block_bytes == kv_format.block_bytes
+    assert found.bytes_per_token == kv_format.bytes_per_token
+
+
 def test_where_every_layer_has_a_window_a_long_request_holds_no_more_than_that() -> None:
     windowed = replace(QWEN_7B, layer_windows=((4096, 28),))
     choice = replace(CHOICE, max_num_batched_tokens=256)
@@ -272,11 +279,22 @@ def test_a_fifth_more_in_whole_blocks(expected: int, positions: int, recommended
 
 
 def test_as_many_requests_as_the_cache_holds() -> None:
-    found = fit(geometry(), CHOICE)
-    assert recommended_seqs(found, 2048, 10_000) == found.requests(2048)
-    assert recommended_seqs(found, 2048, 8) == 8
-    assert recommended_seqs(found, 10**9, 8) == max(1, found.requests(found.largest_len))
-    assert recommended_seqs(replace(found, num_blocks=0), 2048, 8) == 1
+    found = geometry(free=6 * GIB)
+    fitted = fit(found, CHOICE)
+    assert advise(found, fitted, None) == Advice(None, fitted.requests(2048), 2048)
+    assert 1 < fitted.requests(2048) < 32
+    assert advise(found, fitted, None, 100) == Advice(128, 32, 100)  # a CPU is busy with so many
+    on_card = replace(found, room=device_of(24 * GIB))
+    assert advise(on_card, fit(on_card, replace(CHOICE, share=0.9)), None, 100).max_num_seqs == 256
+    assert advise(found, fitted, None, 10**9) == Advice(QWEN_7B.max_positions, 1, 10**9)
+    assert advise(found, replace(fitted, num_blocks=0), None).max_num_seqs == 1
+    seen = seen_lengths(histograms([1000] * 100, [100] * 100))
+    assert seen is not None
+    assert advise(found, fitted, seen) == Advice(
+        recommended_len(seen.total("p99"), QWEN_7B.max_positions),
+        min(32, fitted.requests(seen.total("p90"))),
+        seen.total("p90"),
+    )
 
 
 # --------------------------------------------------------------------------- what it is made of
