@@ -99,7 +99,8 @@ class PacedEngine:
 
 async def _one_stream(session: aiohttp.ClientSession, url: str, content: str, max_tokens: int) -> float:
     """Seconds until the first content."""
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "stream": True}
+    messages = [{"role": "user", "content": content}]
+    body = {"model": "smollm2-135m-instruct", "messages": messages, "max_tokens": max_tokens, "stream": True}
     started, first = time.perf_counter(), 0.0
     async with session.post(f"{url}/v1/chat/completions", json=body) as response:
         assert response.status == 200, await response.text()

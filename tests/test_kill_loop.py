@@ -22,6 +22,7 @@ from kvd.core import BLOCK_SIZE
 from tests.model.checkpoints import make_llama
 from tests.test_serve import Process
 
+MODEL = "tiny"
 NUM_KILLS = 20
 NUM_CLIENTS = 6
 NUM_PREFIXES, NUM_SUFFIXES = 12, 10
@@ -74,7 +75,8 @@ class Load:
     async def ask(self, session: aiohttp.ClientSession, index: int) -> None:
         is_new = prefix_of(index) not in self._asked_prefixes
         self._asked_prefixes.add(prefix_of(index))
-        body = {"prompt": PROMPTS[index], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        body = {"model": MODEL, "prompt": PROMPTS[index], "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 2}
+        body["ignore_eos"] = True
         async with session.post(f"{self.url}/v1/completions", json=body) as response:
             answer: dict[str, Any] = await response.json()
         assert response.status == 200, answer
@@ -92,8 +94,8 @@ class Load:
 
 def start(folder: Path, model: Path, *words: str) -> Process:
     return Process(
-        folder / "home", str(model), "--port", "0", "--num-gpu-blocks-override", "120", "--max-model-len", "1024",
-        "--max-num-seqs", "4", "--no-dashboard", "--cpu-threads", "1", *words,
+        folder / "home", str(model), "--served-model-name", MODEL, "--port", "0", "--num-gpu-blocks-override", "120",
+        "--max-model-len", "1024", "--max-num-seqs", "4", "--no-dashboard", "--cpu-threads", "1", *words,
     )  # fmt: skip
 
 

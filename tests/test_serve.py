@@ -198,9 +198,11 @@ def test_a_second_signal_ends_what_runs(serve: Any) -> None:
 
 
 def test_a_session_outlives_the_server_and_answers_say_what_was_forgotten(serve: Any) -> None:
-    prompt = {"prompt": "the capital of a country " * 12, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
     first = serve("--backend", "reference")
     url = first.url()
+    name = call(f"{url}/v1/models")[1]["data"][0]["id"]
+    text = "the capital of a country " * 12
+    prompt = {"model": name, "prompt": text, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
     status, cold = call(f"{url}/v1/completions", prompt)
     assert status == 200, cold
     num_tokens = cold["usage"]["prompt_tokens"]

@@ -26,7 +26,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     request_id = start_request_id(request, "chatcmpl")
     state.check_accepting()
     body = await read_request(request, state, ChatRequest)
-    model = state.resolve_model(body.model)
+    model = state.required_model(body.model)
     job = await open_chat(state, body, request_id=request_id, client=describe_client(request), endpoint="chat")
     answer = _Answer.begin(state, request_id, model, has_logprobs=body.num_logprobs is not None)
     if body.stream:

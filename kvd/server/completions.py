@@ -30,7 +30,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     request_id = start_request_id(request, "cmpl")
     state.check_accepting()
     body = await read_request(request, state, CompletionRequest)
-    model = state.resolve_model(body.model)
+    model = state.required_model(body.model)
     body.check(state.vocab_size)
     body.refuse_unsupported(can_infill=state.text.can_infill)
     prompts = body.prompts()

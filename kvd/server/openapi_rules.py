@@ -11,19 +11,23 @@ from typing import Any, get_args
 
 from kvd.core import KVEviction
 from kvd.server.cache_control import MAX_CHAIN_CHARACTERS
-from kvd.server.chat_types import TOOL_NAME
+from kvd.server.chat_types import MAX_TOOL_NAME, TOOL_NAME
 from kvd.server.common_types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, RANGES
+from kvd.server.messages_types import MAX_LONG_TOOL_NAME
 
 Rule = Mapping[str, Mapping[str, Any]]
 """JSON type → constraints on values of that type."""
 
 _MAX_TOKENS = 2**31
-_TOOL_NAME: Rule = {"string": {"pattern": f"^{TOOL_NAME.pattern}$"}}
 _AT_LEAST_ONE: Rule = {"array": {"minItems": 1}}
 
 
 def _integer(low: int, high: int) -> Rule:
     return {"integer": {"minimum": low, "maximum": high}}
+
+
+def _tool_name(max_characters: int) -> Rule:
+    return {"string": {"pattern": f"^{TOOL_NAME.pattern}$", "maxLength": max_characters}}
 
 
 def _words(*words: str) -> Rule:
@@ -74,9 +78,9 @@ RULES: dict[str, dict[str, Rule]] = {
     "ChatMessage": {"role": _words("system", "developer", "user", "assistant", "tool")},
     "ContentPart": {"type": _words("text")},
     "Tool": {"type": _words("function")},
-    "FunctionDefinition": {"name": _TOOL_NAME},
+    "FunctionDefinition": {"name": _tool_name(MAX_TOOL_NAME)},
     "InputMessage": {"role": _words("user", "assistant", "system")},
-    "ToolDefinition": {"name": _TOOL_NAME},
+    "ToolDefinition": {"name": _tool_name(MAX_LONG_TOOL_NAME)},
     "ToolChoice": {"type": _words("auto", "any", "tool", "none")},
     "Thinking": {"type": _words("enabled", "disabled", "adaptive", "between_tools")},
     "DetokenizeRequest": {"tokens": {"array": {"items": {"type": "integer", "minimum": 0}}}},
@@ -84,9 +88,18 @@ RULES: dict[str, dict[str, Rule]] = {
 }
 """Schema → property → rule."""
 
+REQUIRED: Mapping[str, Mapping[str, Any]] = {
+    name: {"model": {"type": "string"}} for name in ("ChatRequest", "CompletionRequest")
+}
+"""Schema → properties whose type may be left out where it stands for something else → what they are in a request."""
+
 
 def add_rules(components: Mapping[str, dict[str, Any]]) -> None:
     """Add the rules to the schemas in `components`, in place."""
+    for name, needed in REQUIRED.items():
+        if (schema := components.get(name)) is not None:
+            schema["properties"] |= needed
+            schema["required"] = sorted({*schema.get("required", ()), *needed})
     for name, rules in RULES.items():
         properties = components.get(name, {}).get("properties", {})
         for field, rule in rules.items():

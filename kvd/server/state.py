@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from aiohttp import web
@@ -15,7 +16,7 @@ from aiohttp import web
 from kvd.core import Request
 from kvd.errors import RequestError, ServerOverloaded
 from kvd.observe.event_log import EventLog
-from kvd.observe.local_console import LocalConsole
+from kvd.observe.local_console import Examiner, LocalConsole
 from kvd.observe.metrics import MetricsExporter
 from kvd.server.bodies import BodyBudget
 from kvd.server.guard import Guard
@@ -44,6 +45,7 @@ class ServerState:
     bodies: BodyBudget
     event_log: EventLog
     console: LocalConsole
+    doctor: Examiner | None
     grammars: GrammarCompiler
     metrics: MetricsExporter = field(default_factory=MetricsExporter)
     is_draining: bool = False
@@ -60,6 +62,11 @@ class ServerState:
             self.recent_choices[request_id] = engine_ids
             if len(self.recent_choices) > MAX_RECENT_CHOICES:
                 self.recent_choices.popitem(last=False)
+
+    def note_answer(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """An engine request has ended with these tokens: the next turn of the conversation is judged by them."""
+        if self.doctor is not None and token_ids:
+            self.doctor.answered(request_id, token_ids)
 
     def engine_ids(self, request_id: str) -> tuple[str, ...]:
         """The engine's ids behind the one that an answer carries, whether it runs or has ended; any other as it is."""
@@ -97,8 +104,15 @@ class ServerState:
         """The names that clients are shown: the wildcard is no name."""
         return tuple(name for name in self.served_names if name != "*") or (self.engine.info.model,)
 
+    def required_model(self, name: str | None) -> str:
+        """The model name for the answer, as OpenAI's own routes want it: a request without one gets a 400."""
+        if name is None:
+            served = ", ".join(self.listed_names)
+            raise RequestError(f"'model' is required; served here: {served}", param="model", code="missing_parameter")
+        return self.resolve_model(name)
+
     def resolve_model(self, name: str | None) -> str:
-        """The model name for the answer; raises a 404 for one that is not served."""
+        """The model name for the answer, the first if none is asked for; raises a 404 for one that is not served."""
         if name is None:
             return self.listed_names[0]
         if name in self.served_names or "*" in self.served_names:

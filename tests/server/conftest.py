@@ -21,7 +21,7 @@ from kvd.server.lifecycle import RunningServer, serve
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
 from tests.server.fake_insight import FakeDoctor
-from tests.server.fakes import END, IM_END, FakeEngine, build_text_model
+from tests.server.fakes import END, IM_END, MODEL, FakeEngine, build_text_model
 
 
 @dataclass
@@ -82,7 +82,12 @@ class Harness:
     async def call(
         self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Status and JSON of one request; `body` is JSON data, or bytes as they are."""
+        """Status and JSON of one request; `body` is JSON data, or bytes as they are.
+
+        Where it names no model, as few tests are about models, it asks for the one that is served.
+        """
+        if isinstance(body, dict) and path.endswith("/completions"):
+            body = {"model": MODEL, **body}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         async with self.session.request(method, self.url + path, data=data, headers=headers) as response:
             assert response.content_type == "application/json", await response.text()
@@ -102,7 +107,7 @@ class Harness:
 
     async def stream_text(self, path: str, body: dict[str, Any]) -> str:
         """The whole body of a streamed answer."""
-        async with self.session.post(self.url + path, json={**body, "stream": True}) as response:
+        async with self.session.post(self.url + path, json={"model": MODEL, **body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream"
             return await response.text()

@@ -250,7 +250,7 @@ class Hostility:
 
     def _huge(self) -> list[Step]:
         size = self._random.choice((MAX_BODY_BYTES - 100, MAX_BODY_BYTES, MAX_BODY_BYTES + 1, 4 * MAX_BODY_BYTES))
-        body = b'{"messages": [{"role": "user", "content": "' + b"x" * (size - 60) + b'"}], "n": 1}'
+        body = b'{"model": "alias", "messages": [{"role": "user", "content": "' + b"x" * (size - 80) + b'"}], "n": 1}'
         if self._random.random() < 0.5:
             return [Step(self._post("/v1/chat/completions", body))]
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -220,7 +221,7 @@ async def test_continue_final_message(harness: Harness) -> None:
 
 
 async def test_nulls_mean_defaults(harness: Harness) -> None:
-    names = {field for field in ChatRequest.__struct_fields__ if field != "messages"}
+    names = {field for field in ChatRequest.__struct_fields__ if field not in ("messages", "model")}
     status, _ = await harness.post("/chat/completions", {"messages": USER, **dict.fromkeys(names)})
     assert status == 200
     assert harness.engine.submitted[0].sampling.temperature == 1.0
@@ -270,3 +271,12 @@ async def test_long_conversation_is_prepared_off_the_loop(start_server: StartSer
         model=MODEL, messages=[{"role": "user", "content": "x" * 99}]
     )
     assert answer.choices[0].message.content == "Hello world"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+async def test_a_request_says_which_model_it_means(harness: Harness, path: str, model: dict[str, None]) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", **model}
+    status, answer = await harness.call("POST", path, json.dumps(body).encode())
+    assert (status, answer["error"]["param"]) == (400, "model"), answer
+    assert MODEL in answer["error"]["message"]

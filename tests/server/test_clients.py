@@ -31,11 +31,9 @@ TEXT = "Hello to you."
 THINKER = "tiny-o1-claude-sonnet-4"
 """A name by which the suite takes the model for one that can think, and leaves no test out."""
 
-REFUSED = {
-    "image-input": "HTTP 400",  # the model reads text only, and a picture is never left out in silence
-    "chat-error-handling": "HTTP 200",  # a chat without a model's name goes to the one model that there is
-}
-"""What ends the id of a test that is meant to fail → how."""
+NEEDS_EYES = "image-input"
+"""How the id of a test ends that asks what is in a picture: the model reads text, and a picture is never left out in
+silence."""
 
 
 @pytest.fixture
@@ -70,13 +68,11 @@ async def test_llm_comply(scripted: Harness, api_format: str) -> None:
     suite = await asyncio.to_thread(run_suite, scripted.url, api_format)
     assert len(suite.results) >= 9
     for outcome in suite.results:
-        refusal = next((error for words, error in REFUSED.items() if outcome.id.endswith(words)), None)
-        if refusal is None:
-            assert (outcome.id, outcome.status, outcome.errors) == (outcome.id, result.TestStatus.PASSED, [])
-        else:
-            assert outcome.errors[0].startswith(refusal), outcome.id
-        if refusal == "HTTP 400":
+        if outcome.id.endswith(NEEDS_EYES):
+            assert outcome.errors[0].startswith("HTTP 400"), outcome.id
             assert "image" in str(outcome.response)
+        else:
+            assert (outcome.id, outcome.status, outcome.errors) == (outcome.id, result.TestStatus.PASSED, [])
 
 
 async def test_litellm(scripted: Harness) -> None:

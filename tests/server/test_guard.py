@@ -170,7 +170,7 @@ async def test_preflight_needs_no_key(start_server: StartServer) -> None:
 async def test_a_real_call_without_key_is_a_401_with_cors(start_server: StartServer) -> None:
     harness = await start_server(api_keys=KEYS)
     for stream in (False, True):
-        body = {"messages": USER, "stream": stream}
+        body = {"model": MODEL, "messages": USER, "stream": stream}
         headers = {"Origin": LOCAL_PAGE}
         async with harness.session.post(harness.url + "/v1/chat/completions", json=body, headers=headers) as response:
             assert response.status == 401
@@ -179,7 +179,7 @@ async def test_a_real_call_without_key_is_a_401_with_cors(start_server: StartSer
 
 async def test_stream_has_cors_and_request_id(harness: Harness) -> None:
     headers = {"Origin": LOCAL_PAGE}
-    body = {"messages": USER, "stream": True}
+    body = {"model": MODEL, "messages": USER, "stream": True}
     async with harness.session.post(harness.url + "/v1/chat/completions", json=body, headers=headers) as response:
         assert response.headers["Access-Control-Allow-Origin"] == LOCAL_PAGE
         assert response.headers["X-Request-Id"] == harness.engine.submitted[0].request_id

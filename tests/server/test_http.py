@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import USER, Harness, StartServer
+from tests.server.fakes import MODEL
 from tests.server.test_guard import real_paths
 
 CHAT = "/v1/chat/completions"
@@ -60,19 +61,19 @@ async def test_body_limit(start_server: StartServer) -> None:
         async with harness.session.post(harness.url + CHAT, data=data) as response:
             assert response.status == 413
             check_error(await response.json(), code="request_too_large")
-    body = json.dumps({"messages": USER}).encode()
+    body = json.dumps({"model": MODEL, "messages": USER}).encode()
     assert (await harness.post(CHAT, body.ljust(1000)))[0] == 200
 
 
 async def test_more_than_a_mebibyte_is_fine(harness: Harness) -> None:
-    body = json.dumps({"messages": USER, "metadata": "x" * 3_000_000}).encode()
+    body = json.dumps({"model": MODEL, "messages": USER, "metadata": "x" * 3_000_000}).encode()
     async with harness.session.post(harness.url + CHAT, data=io.BytesIO(body)) as response:
         assert response.status == 200
 
 
 async def test_compressed_bodies(start_server: StartServer) -> None:
     harness = await start_server(max_body_bytes=10_000)
-    body = json.dumps({"messages": USER}).encode()
+    body = json.dumps({"model": MODEL, "messages": USER}).encode()
     for data, status in ((gzip.compress(body), 200), (body, 400), (gzip.compress(b" " * 10_001), 413)):
         assert (await harness.post(CHAT, data, headers={"Content-Encoding": "gzip"}))[0] == status
 
@@ -113,7 +114,7 @@ async def test_crash_while_streaming(harness: Harness, log_lines: Any, num_token
     original = harness.engine.text.open_output
     harness.engine.text.open_output = lambda *_, **__: Broken()  # type: ignore[method-assign, assignment, return-value]
     try:
-        body = {"messages": USER, "stream": True}
+        body = {"model": MODEL, "messages": USER, "stream": True}
         async with harness.session.post(harness.url + CHAT, json=body) as response:
             text = await response.text()
     finally:

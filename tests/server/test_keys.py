@@ -18,9 +18,10 @@ from kvd.errors import ConfigError, RequestError
 from kvd.server.keys import CHECK_SECONDS, Client, KeyRing
 from kvd.server.limits import Limits
 from tests.server.conftest import USER, Harness, StartServer
+from tests.server.fakes import MODEL
 
 CHAT = "/v1/chat/completions"
-BODY = {"messages": USER}
+BODY = {"model": MODEL, "messages": USER}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -320,7 +321,6 @@ async def test_a_mangled_key_is_told_how(start_server: StartServer, headers: dic
         ("/v1/chat/completions/v1/models", "has /v1 twice; it is {}/v1"),
         ("/openai/v1/completions", "the base URL is {}/v1"),
         ("/v1//chat/completions", "a slash too many; it is {}/v1"),
-        ("/v1/chat/completions/", "the base URL is {}/v1"),
     ],
 )
 async def test_a_wrong_base_url_is_told_the_right_one(start_server: StartServer, path: str, part: str) -> None:
@@ -328,6 +328,24 @@ async def test_a_wrong_base_url_is_told_the_right_one(start_server: StartServer,
     status, answer = await harness.post(path, BODY)
     assert status == 404
     assert answer["error"]["message"].endswith(part.format(harness.url))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/chat/completions"), ("GET", "/kvd/snapshot"), ("POST", "/kvd/requests/a/abort"), ("GET", "/health")],
+)
+@pytest.mark.parametrize("slashes", ["/", "//"])
+async def test_a_slash_at_the_end_is_too_many(harness: Harness, method: str, path: str, slashes: str) -> None:
+    status, answer = await harness.call(method, path + slashes)
+    assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
+    assert answer["error"]["message"] == f"there is no route {method} {path}{slashes}: {path} has no slash at its end"
+
+
+@pytest.mark.parametrize("path", ["/", "//", "/nothing/", "/v1/"])
+async def test_a_slash_behind_no_route_gets_no_advice(harness: Harness, path: str) -> None:
+    status, answer = await harness.call("GET", path)
+    assert status == 404
+    assert ":" not in answer["error"]["message"]
 
 
 async def test_other_unknown_routes_get_no_advice(start_server: StartServer) -> None:

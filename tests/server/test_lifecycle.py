@@ -14,7 +14,7 @@ from kvd.server.lifecycle import serve
 from kvd.server.settings import ServerSettings
 from kvd.text.text_model import TextModel
 from tests.server.conftest import USER, Harness, StartServer
-from tests.server.fakes import FakeEngine, parse_events
+from tests.server.fakes import MODEL, FakeEngine, parse_events
 
 CHAT = "/v1/chat/completions"
 
@@ -54,7 +54,9 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(harness: 
     harness.server.begin_drain()
     for path in (CHAT, "/v1/completions", "/health"):
         method = "GET" if path == "/health" else "POST"
-        async with harness.session.request(method, harness.url + path, json={"messages": USER}) as response:
+        async with harness.session.request(
+            method, harness.url + path, json={"model": MODEL, "messages": USER}
+        ) as response:
             assert response.status == 503
             assert response.headers["Retry-After"]
             assert (await response.json())["error"]["code"] == "server_is_overloaded"
@@ -78,7 +80,7 @@ async def test_what_the_end_of_the_drain_cancels_is_a_503(harness: Harness) -> N
 async def test_close_ends_what_still_runs(start_server: StartServer) -> None:
     harness = await start_server(keepalive_seconds=0.01)
     harness.engine.permits = asyncio.Semaphore(0)
-    body = {"prompt": "a", "stream": True}
+    body = {"model": MODEL, "prompt": "a", "stream": True}
     async with harness.session.post(harness.url + "/v1/completions", json=body) as response:
         rest = asyncio.create_task(response.read())
         await harness.server.close()

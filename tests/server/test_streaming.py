@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 async def test_full_queue_is_a_503_before_any_event(harness: Harness, stream: bool, path: str) -> None:
     harness.engine.refusal = ServerOverloaded("32 requests are waiting; try again later", retry_after_seconds=3)
-    body = {"messages": USER, "prompt": "a", "stream": stream}
+    body = {"model": MODEL, "messages": USER, "prompt": "a", "stream": stream}
     async with harness.session.post(harness.url + path, json=body) as response:
         assert response.status == 503
         assert response.headers["Retry-After"] == "3"
@@ -56,7 +56,9 @@ async def test_engine_failure_in_mid_stream_is_an_event(harness: Harness) -> Non
 async def test_keepalive_comments_before_and_between_tokens(start_server: StartServer) -> None:
     harness = await start_server(keepalive_seconds=0.01)
     harness.engine.permits = asyncio.Semaphore(0)
-    async with harness.session.post(harness.url + CHAT, json={"messages": USER, "stream": True}) as response:
+    async with harness.session.post(
+        harness.url + CHAT, json={"model": MODEL, "messages": USER, "stream": True}
+    ) as response:
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
         harness.engine.permits.release()
@@ -75,7 +77,9 @@ async def test_keepalive_comments_before_and_between_tokens(start_server: StartS
 async def test_failure_after_a_comment_is_an_event(start_server: StartServer) -> None:
     harness = await start_server(keepalive_seconds=0.01)
     harness.engine.permits, harness.engine.fail_after = asyncio.Semaphore(0), 0
-    async with harness.session.post(harness.url + CHAT, json={"messages": USER, "stream": True}) as response:
+    async with harness.session.post(
+        harness.url + CHAT, json={"model": MODEL, "messages": USER, "stream": True}
+    ) as response:
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
         harness.engine.permits.release()
         body = await response.text()
@@ -107,7 +111,7 @@ async def open_raw(
     harness: Harness, path: str, body: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await harness.connect()
-    data = json.dumps(body).encode()
+    data = json.dumps({"model": MODEL, **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     return reader, writer
