@@ -149,6 +149,8 @@ class BlockMapPanel(Panel):
         self._letters = Letters()
         self._numbers: tuple[int, ...] = ()
         self._totals = (0, 0, 0, 0, 0)
+        self.problem = ""
+        """Why there is no map."""
         self._drawn: list[Spans] = []  # the lines of this map so far
         self._drawn_as: tuple[object, ...] = ()
         self._is_behind = False
@@ -168,7 +170,9 @@ class BlockMapPanel(Panel):
     def put(self, block_map: BlockMap) -> None:
         """Show this map from the next `show` on."""
         self._map = block_map
-        self._numbers = self._letters.assign(block_map.owners)
+        present = tuple(owner for owner, count in zip(block_map.owners, block_map.owner_blocks, strict=True) if count)
+        numbers = dict(zip(present, self._letters.assign(present), strict=True))
+        self._numbers = tuple(numbers.get(owner, len(ascii_uppercase)) for owner in block_map.owners)
         cells = block_map.cells
         self._totals = (
             sum(cell.num_free for cell in cells),
@@ -207,7 +211,7 @@ class BlockMapPanel(Panel):
     def draw(self, view: View | None, link: Link, width: int, height: int) -> list[Spans]:
         block_map = self._map
         if block_map is None:
-            return [((fit("waiting for the map of the blocks", width), "muted"),)]
+            return [((fit(self.problem or "waiting for the map of the blocks", width), "muted"),)]
         legend_lines = _legend_lines(height)
         rows = max(0, height - legend_lines)
         lines = self._cells(block_map, width, rows)

@@ -187,10 +187,16 @@ class CachePage(Page):
     async def fetch(self, console: Console) -> None:
         """Everything that can be seen; what cannot be had leaves the other panels as they are."""
         problem: Exception | None = None
-        for part in (self._fetch_map, self._fetch_prefixes, self._fetch_report):
+        for panel, part in (
+            (self.block_map, self._fetch_map),
+            (self.prefixes, self._fetch_prefixes),
+            (self.doctor, self._fetch_report),
+        ):
             try:
                 await part(console)
+                panel.problem = ""
             except Exception as error:  # whatever a console raises is for the operator to read
+                panel.problem = str(error) or type(error).__name__
                 problem = problem or error
         if problem is not None:
             raise problem

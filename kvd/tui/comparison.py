@@ -56,18 +56,24 @@ def marked_lines(pieces: list[tuple[str, bool]], width: int) -> list[Spans]:
     lines: list[list[Span]] = [[]]
     used = 0
 
+    def begin_line() -> None:
+        nonlocal used
+        lines.append([])
+        used = 0
+
     def put(text: str, style: str) -> None:
         nonlocal used
-        for char in text:
-            cells = cell_len(char)
-            if used + cells > width:
-                lines.append([])
-                used = 0
-            if lines[-1] and lines[-1][-1][1] == style:
-                lines[-1][-1] = (lines[-1][-1][0] + char, style)
-            else:
-                lines[-1].append((char, style))
-            used += cells
+        for word in re.findall(r" +|[^ ]+", text):
+            cells = cell_len(word)
+            if used and used + cells > width:
+                begin_line()
+                if word.isspace():
+                    continue
+            for part in _parts(word, width):
+                if used + cell_len(part) > width:
+                    begin_line()
+                lines[-1].append((part, style))
+                used += cell_len(part)
 
     for text, differs in pieces:
         style = "warning-bold" if differs else "text"
@@ -77,9 +83,18 @@ def marked_lines(pieces: list[tuple[str, bool]], width: int) -> list[Spans]:
             if index:
                 if differs:
                     put("↵", style)
-                lines.append([])
-                used = 0
+                begin_line()
             put(clean(line.replace(" ", "␣") if differs else line), style)
         if differs:
             put("◂", "key")
     return [tuple(line) for line in lines]
+
+
+def _parts(word: str, width: int) -> list[str]:
+    """The word, in parts of at most `width` cells where it is longer."""
+    parts = [""]
+    for char in word:
+        if cell_len(parts[-1] + char) > max(1, width):
+            parts.append("")
+        parts[-1] += char
+    return parts

@@ -36,6 +36,7 @@ _COLUMNS = (("lost", 6), ("reqs", 5), ("saves", 6), ("cause", 17), ("client", 14
 _MIN_HEIGHT_WITH_ADVICE = 6
 _MAX_WIDTH_OF_CLIENT = 28
 _MIN_WIDTH_WITH_WORDS = 100
+_MAX_LINES = 4
 
 
 class DoctorPanel(ListPanel):
@@ -51,6 +52,8 @@ class DoctorPanel(ListPanel):
         self._report: DoctorReport | None = None
         self._findings: tuple[Finding, ...] = ()
         self._filter = ""
+        self.problem = ""
+        """Why there is no report."""
 
     # ------------------------------------------------------------------ rows
 
@@ -151,7 +154,7 @@ class DoctorPanel(ListPanel):
 
     def absence(self, view: View | None, link: Link, width: int) -> list[Spans]:
         if self._report is None:
-            return [((fit("waiting for the doctor", width), "muted"),)]
+            return [((line, "muted"),) for line in wrap(self.problem or "waiting for the doctor", width, _MAX_LINES)]
         if self._filter and self._report.findings:
             return [((fit("No finding matches the filter.", width), "muted"),)]
         if not self._report.num_examined:

@@ -61,10 +61,6 @@ class FindingScreen(ModalScreen[None]):
     """Enter shows a request on its page, v the texts that differ; escape closes it."""
 
     DEFAULT_CSS = """
-    FindingScreen {
-        align: center middle;
-        background: $background 55% !important;
-    }
     FindingScreen #box {
         width: 100;
         max-width: 96%;

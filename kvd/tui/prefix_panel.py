@@ -80,6 +80,8 @@ class PrefixPanel(ListPanel):
         self._all: tuple[PrefixView, ...] | None = None
         self._prefixes: tuple[PrefixView, ...] = ()
         self._filter = ""
+        self.problem = ""
+        """Why there is no list."""
         self._sorted_by = _HITS
         self._is_reversed = False
 
@@ -138,7 +140,7 @@ class PrefixPanel(ListPanel):
             num_blocks = await console.pin(row.prefix_id)
             if not num_blocks:
                 return "not pinned: the chain is gone, or pinning it would leave too little room"
-            return f"pinned: {exact(num_blocks)} blocks stay until they are unpinned"
+            return f"pinned: {_blocks(num_blocks)} until it is unpinned"
 
         async def unpin(console: Console) -> str:
             return "unpinned" if await console.unpin(row.prefix_id) else "it was not pinned any more"
@@ -158,7 +160,7 @@ class PrefixPanel(ListPanel):
         answers = (Answer("n", "keep it", ""), Answer("y", "drop it", "yes"))
 
         async def drop(console: Console) -> str:
-            return f"{exact(await console.drop_prefix(row.prefix_id))} blocks dropped"
+            return f"dropped: {_blocks(await console.drop_prefix(row.prefix_id))}"
 
         self.post_message(Do("drop", drop, question=Question("Drop this prefix", details, answers)))
 
@@ -195,13 +197,17 @@ class PrefixPanel(ListPanel):
 
     def absence(self, view: View | None, link: Link, width: int) -> list[Spans]:
         if self._all is None:
-            return [((fit("waiting for the list of prefixes", width), "muted"),)]
+            return [((fit(self.problem or "waiting for the list of prefixes", width), "muted"),)]
         if view is not None and not view.snapshot.info.prefix_caching:
             return [((fit("prefix caching is off: set enable_prefix_caching: true", width), "warning"),)]
         if self._all:
             return [((fit("No prefix matches the filter.", width), "muted"),)]
         text = "Nothing is cached yet. Whole blocks of 16 tokens stay here for prompts that begin alike."
         return [((fit(text, width), "muted"),)]
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{exact(count)} blocks"
 
 
 def _widths(width: int) -> list[tuple[_Column, int]]:

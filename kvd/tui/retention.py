@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from kvd.tui.format import age, exact, percent
+from kvd.tui.format import age, duration, exact, percent
 from kvd.tui.rates import quantile
 from kvd.views import Histogram, Snapshot
 
@@ -74,10 +74,10 @@ def verdict(snapshot: Snapshot) -> tuple[str, ...]:
     if later is not None:
         share = percent(later, 1.0)
         sentences.append(f"Twice the pool, or as much RAM below it, would turn {share} of the evictions into hits.")
-    elif not lost:
+    elif snapshot.misses and not lost:  # somebody has looked at what was missed
         sentences.append("Nothing that was evicted was wanted again so far.")
     gap = None if gaps is None else quantile(gaps, 0.5)
-    found = "" if gap is None else f"; those found again, for {age(gap.value)} at the median"
+    found = "" if gap is None else f"; those found again, for {duration(gap.value)} at the median"
     sentences.append(f"Half of the evicted blocks had been unused for {age(stays.value)} or longer{found}.")
     return tuple(sentences)
 

@@ -30,7 +30,7 @@ def show_text(app: App[Any], name: str) -> Do:
 
     async def reveal(console: Console) -> str:
         app.push_screen(RevealScreen(await console.reveal(name)))
-        return "text of a prompt is on the screen; escape hides it"
+        return ""
 
     return Do("reveal", reveal, only_reads=True)
 
@@ -53,10 +53,6 @@ class RevealScreen(ModalScreen[None]):
     """Scrolls where the text is long; any of its keys closes it."""
 
     DEFAULT_CSS = """
-    RevealScreen {
-        align: center middle;
-        background: $background 55% !important;
-    }
     RevealScreen #box {
         width: 100;
         max-width: 96%;

@@ -164,6 +164,7 @@ async def test_one_answer_that_fails_leaves_the_others() -> None:
     console.cached_prefixes = PREFIXES
     async with running(busy(), size=(160, 50), page="Cache", console=console) as screen:
         await screen.until(lambda: "Cache: the doctor is out" in screen.text)
+        assert screen.text.count("the doctor is out") == 2  # for a few seconds below, and in its panel
         assert "A claude-code" in screen.text
         assert "rag-indexer" in screen.text
 
@@ -222,7 +223,7 @@ async def test_l_does_nothing_for_a_single_group() -> None:
 async def test_p_pins_and_unpins() -> None:
     async with running(busy(), page="Cache", console=busy_console()) as screen:
         await screen.press("p")
-        await screen.until(lambda: "pinned: 512 blocks stay until they are unpinned" in screen.text)
+        await screen.until(lambda: "pinned: 512 blocks until it is unpinned" in screen.text)
         await screen.fetch()
         assert "◆ pinned" in next(line for line in screen.lines if "8,192" in line and "▸" in line)
         await screen.press("p")
@@ -237,7 +238,7 @@ async def test_d_drops_after_a_question() -> None:
         await screen.press("n")
         assert screen.console.acts == []
         await screen.press("d", "y")
-        await screen.until(lambda: "30 blocks dropped" in screen.text)
+        await screen.until(lambda: "dropped: 30 blocks" in screen.text)
         assert screen.console.acts == [("drop", "ef56" * 8)]
 
 

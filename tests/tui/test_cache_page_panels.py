@@ -208,6 +208,19 @@ def test_a_name_of_a_client_cannot_move_the_cursor() -> None:
     assert "·[2Jevil" in "".join(drawn(panel, None, 76, 14))
 
 
+def test_clients_without_blocks_take_no_letters() -> None:
+    panel = BlockMapPanel(id="map")
+    given = block_map(num_blocks=4, num_cells=4, num_active=0, num_cached=4, owners=("(others)", "b", "c"))
+    panel.put(replace(given, owner_blocks=(0, 3, 1), cells=tuple(cell(cached=1, owner=i) for i in (1, 1, 1, 2))))
+    assert drawn(panel, None, 12, 4)[0] == "aaaaaaaaabbb"
+
+
+def test_what_cannot_be_had_is_said_in_its_place() -> None:
+    for panel in (BlockMapPanel(id="map"), PrefixPanel(id="prefixes")):
+        panel.problem = "HTTP 404: no such route"
+        assert "HTTP 404: no such route" in drawn(panel, None, 76, 6)[0]
+
+
 def test_a_map_of_no_cells() -> None:
     panel = BlockMapPanel(id="map")
     panel.put(BlockMap(0, 1, 0, 1, (), (), ()))
@@ -367,10 +380,12 @@ def test_the_verdict() -> None:
     assert twice == "Twice the pool, or as much RAM below it, would turn 0% of the evictions into hits."
     assert (
         half
-        == "Half of the evicted blocks had been unused for 2m00 or longer; those found again, for 0s at the median."
+        == "Half of the evicted blocks had been unused for 2m00 or longer; those found again, for 950ms at the median."
     )
-    unwanted = verdict(replace(busy, misses=(), cache_histograms={IDLE: seconds(*[90.0] * 30)}))
+    unwanted = verdict(replace(busy, misses=(("new", 3, 0),), cache_histograms={IDLE: seconds(*[90.0] * 30)}))
     assert unwanted[0] == "Nothing that was evicted was wanted again so far."
+    unexamined = verdict(replace(busy, misses=(), cache_histograms={IDLE: seconds(*[90.0] * 30)}))
+    assert unexamined == ("Half of the evicted blocks had been unused for 1m30 or longer.",)
 
 
 # --------------------------------------------------------------------------- evictions and tiers
@@ -457,6 +472,11 @@ def test_white_space_that_differs_is_visible() -> None:
     assert texts(marked_lines(ours, 40)) == ["a▸␣␣◂b"]
     ours, _ = differing("a\nb", "a b")
     assert texts(marked_lines(ours, 40)) == ["a▸↵", "◂b"]
+
+
+def test_revealed_text_breaks_between_words() -> None:
+    assert texts(marked_lines([("one two three four", False)], 9)) == ["one two ", "three ", "four"]
+    assert texts(marked_lines([("abcdefgh ij", False)], 5)) == ["abcde", "fgh ", "ij"]
 
 
 def test_marked_lines_fit_and_hold_no_controls() -> None:
