@@ -69,6 +69,8 @@ def _gauges(snapshot: Snapshot, hit_rate: float, is_healthy: bool) -> list[tuple
          snapshot.oldest_waiting_seconds),
         ("prefix_cache_hit_rate", "Hit tokens ÷ looked-up tokens over the last minute.", hit_rate),
         ("pinned_blocks", "KV blocks that an operator has pinned.", float(snapshot.num_blocks_pinned)),
+        ("ram_blocks_held", "Slots of the RAM tier that cannot be given up: swapped-out requests, and moves under way.",
+         float(snapshot.num_ram_blocks_held)),
         ("waste_tokens", "Room in the blocks of running requests that holds no token.",
          float(snapshot.num_waste_tokens)),
         ("fragmentation", "That room ÷ all room in active blocks, 0 to 1.",
