@@ -196,6 +196,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "chat": _tool("chat"),
     "top": _tool("top"),
+    "doctor": _tool("doctor"),
     "plan": _tool("plan"),
     "check": _check,
     "models": _models,

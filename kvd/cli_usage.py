@@ -8,6 +8,7 @@ USAGE = """\
 usage: kvd [serve] [MODEL] [-c FILE] [flags]   serve a model over HTTP
        kvd chat [--url A]                      talk to an endpoint in the terminal
        kvd top [URL]                           watch a kvd that runs elsewhere
+       kvd doctor [URL]                        say why prompts missed the cache
        kvd plan [MODEL] [flags]                say what fits, before anything is loaded
        kvd check [MODEL] [-c FILE] [flags]     check a configuration and print it
        kvd models                              list the models that kvd knows by name
@@ -70,6 +71,22 @@ it prints the state once.
       Seconds between two snapshots, 0.1 to 60 (default: 0.5).
   --show-prompts
       Show prompt text without a key press; the server must have it on, too.
+"""
+
+DOCTOR_USAGE = """\
+usage: kvd doctor [URL] [--key KEY] [--json] [--show-prompts]
+
+Say why prompts missed the cache of a running kvd, ranked by the tokens that were computed again: what to change, and
+the time to first token that it would save.
+
+  URL
+      Base URL, with or without /v1 (default: http://127.0.0.1:8000/v1).
+  --key KEY
+      Also KVD_API_KEY in the environment.
+  --json
+      Print the report as one JSON object.
+  --show-prompts
+      Show the text around the place where prompts differ; the server must have it on, too.
 """
 
 PLAN_USAGE = """\
@@ -239,6 +256,7 @@ USAGES: Mapping[str, str] = {
     "serve": SERVE_USAGE,
     "chat": CHAT_USAGE,
     "top": TOP_USAGE,
+    "doctor": DOCTOR_USAGE,
     "plan": PLAN_USAGE,
     "check": CHECK_USAGE,
     "models": MODELS_USAGE,

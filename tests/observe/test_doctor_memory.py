@@ -8,12 +8,12 @@ import tracemalloc
 import pytest
 
 from kvd.core import BLOCK_SIZE
-from kvd.observe import doctor_memory
 from kvd.observe.doctor_memory import HOLDERS, PromptMemory
 from kvd.observe.doctor_passages import (
     PASSAGE_TOKENS,
     Passage,
     align,
+    block_hash,
     common_length,
     common_length_before,
     decode_ids,
@@ -220,7 +220,7 @@ def test_the_oldest_prompts_go_and_leave_nothing_behind(seed: int) -> None:
             for key in shard:
                 for record, place in memory._holders(shelf, key):
                     assert record in shelf.records
-                    assert doctor_memory.block_hash(record.data, place) == key
+                    assert block_hash(record.data, place) == key
     assert sum(len(shelf.records) for shelf in shelves) == len(memory)
     remember(memory, "huge", words(generator, 6000))
     assert memory.longest_beginning("", encode(words(generator, 6000)))[1] == 0
