@@ -21,8 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvd.config import SETTINGS
 from kvd.device_facts import DeviceFacts, HostFacts
 from kvd.observe.metrics import MetricsExporter
-from kvd.observe.metrics_own import MISS_CAUSES
+from kvd.observe.metrics_own import EVICTION_REASONS, MISS_CAUSES
 from kvd.server.snapshot_json import decode_snapshot
+from kvd.views import DiskFacts
 from tests.model.checkpoints import make_llama
 from tests.test_serve import OPENER, WAIT_SECONDS, Process
 
@@ -324,3 +325,41 @@ def test_annotations_say_what_there_is(exported: Exported) -> None:
 def test_the_document_lists_every_alert() -> None:
     (table,) = re.findall(r"\| alert \| when \|\n\|---\|---\|\n((?:\|.*\n)+)", DOCUMENT)
     assert re.findall(r"`(Kvd\w+)`", table) == [rule["alert"] for rule in alerts()]
+
+
+# --------------------------------------------------------------------------- what no scrape above shows
+
+
+def rendered(scrapes: Scrapes, problem: str | None = None, **changes: Any) -> str:
+    return MetricsExporter().render(replace(decode_snapshot(scrapes.snapshot), **changes), problem=problem).decode()
+
+
+def test_healthy_says_what_the_health_route_says(scrapes: Scrapes) -> None:
+    assert value_of(rendered(scrapes), "kvd:healthy") == 1
+    assert value_of(rendered(scrapes, "no progress for 130 s"), "kvd:healthy") == 0
+    assert value_of(rendered(scrapes, state="draining"), "kvd:healthy") == 0
+
+
+def test_misses_evictions_and_problems_have_their_numbers(scrapes: Scrapes) -> None:
+    counters = replace(decode_snapshot(scrapes.snapshot).counters, evicted_blocks=(("cap", 3), ("reset", 4)))
+    text = rendered(
+        scrapes,
+        counters=counters,
+        misses=(("volatile_line", 2, 700), ("new", 5, 0)),
+        disk=DiskFacts(1, 2, 3, 4, 5, 6, "no space left"),
+    )
+    assert value_of(text, "kvd:misses_total", cause="volatile_line") == 2
+    assert value_of(text, "kvd:reuse_lost_tokens_total", cause="volatile_line") == 700
+    assert value_of(text, "kvd:reuse_lost_tokens_total", cause="reordered") == 0, "so that a rate sees the first one"
+    reasons = {reason: value_of(text, "kvd:evictions_total", reason=reason) for reason in EVICTION_REASONS}
+    assert reasons == {"capacity": 0, "cap": 3, "dropped": 0, "reset": 4}
+    names = ("disk_bytes", "disk_max_bytes", "disk_written_bytes_total", "disk_read_bytes_total")
+    assert [value_of(text, f"kvd:{name}") for name in names] == [2, 3, 4, 5]
+    assert value_of(text, "kvd:disk_corrupt_blocks_total") == 6
+    assert value_of(text, "kvd:disk_problem") == 1
+    assert value_of(rendered(scrapes), "kvd:disk_problem") == 0
+
+
+def test_an_older_engine_says_how_many_had_to_give_way(scrapes: Scrapes) -> None:
+    counters = replace(decode_snapshot(scrapes.snapshot).counters, evicted_blocks=(), num_evicted_blocks=9)
+    assert value_of(rendered(scrapes, counters=counters), "kvd:evictions_total", reason="capacity") == 9
