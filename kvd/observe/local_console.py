@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from kvd.device_facts import HostFacts
 from kvd.errors import RequestError
 from kvd.insight import BlockMap, DoctorReport, Reveal, Timeline
 from kvd.observe.event_log import EventLog
@@ -36,7 +37,7 @@ class ConsoleEngine(SnapshotSource, Control, Protocol):
 
 
 class Examiner(Protocol):
-    """What a console needs of the doctor; any thread may call it."""
+    """What console and server need of the doctor; any thread may call it, and `counts` and `answered` are quick."""
 
     def report(self, prefill_tokens_per_second: float) -> DoctorReport: ...
 
@@ -44,9 +45,14 @@ class Examiner(Protocol):
 
     def counts(self) -> tuple[tuple[str, int, int], ...]: ...
 
+    def answered(self, request_id: str, token_ids: Sequence[int]) -> None: ...
+
 
 class LocalConsole:
-    """Implements `insight.Console`. doctor: None where prompts are not examined. decode: token ids to text."""
+    """Implements `insight.Console`.
+
+    doctor: None where prompts are not examined. decode: token ids to text. host: the latest facts, at once.
+    """
 
     def __init__(
         self,
@@ -54,17 +60,21 @@ class LocalConsole:
         event_log: EventLog,
         doctor: Examiner | None,
         decode: Callable[[Sequence[int]], str],
+        *,
+        host: Callable[[], HostFacts | None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._event_log = event_log
         self._doctor = doctor
         self._decode = decode
+        self._host = host
 
     # ------------------------------------------------------------------ what is seen
 
     async def snapshot(self, *, details: bool = False) -> Snapshot:
         snapshot = await self._engine.snapshot(details=details)
-        return snapshot if self._doctor is None else replace(snapshot, misses=self._doctor.counts())
+        misses = snapshot.misses if self._doctor is None else self._doctor.counts()
+        return replace(snapshot, misses=misses, host=self._host())
 
     async def events(self, limit: int) -> tuple[LogEvent, ...]:
         return self._event_log.recent(limit)

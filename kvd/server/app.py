@@ -5,8 +5,11 @@ Event loop only. Every route answers with and without `/v1`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aiohttp import web
 
+from kvd.device_facts import HostFacts
 from kvd.errors import RequestError
 from kvd.observe.event_log import EventLog
 from kvd.observe.local_console import Examiner, LocalConsole
@@ -66,10 +69,12 @@ def build_app(
     config: ServerSettings,
     event_log: EventLog | None = None,
     doctor: Examiner | None = None,
+    host: Callable[[], HostFacts | None] = lambda: None,
 ) -> web.Application:
     """The application for one engine; run it with `kvd.server.lifecycle.serve`.
 
-    doctor: what was told of every admission; without one /kvd/doctor is a 404.
+    doctor: what was told of every admission; without one /kvd/doctor is a 404. host: the latest facts
+    about this machine, at once.
     """
     event_log = event_log or EventLog()
     app = web.Application(middlewares=[boundary], client_max_size=config.max_body_bytes)
@@ -81,7 +86,8 @@ def build_app(
         limits=Limits(config.max_waiting),
         bodies=BodyBudget(config.max_body_bytes_in_flight),
         event_log=event_log,
-        console=LocalConsole(engine, event_log, doctor, text.decode),
+        console=LocalConsole(engine, event_log, doctor, text.decode, host=host),
+        doctor=doctor,
         grammars=text.open_grammars(end_token_ids=config.end_token_ids, num_logits=engine.info.vocab_size),
     )
     for method, path, handler in ROUTES:

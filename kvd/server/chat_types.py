@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import msgspec
 
 from kvd.errors import RequestError
 from kvd.server.common_types import GenerationFields, check_max_tokens
 from kvd.server.responses import invalid, short
+from kvd.server.tool_schemas import check_schema
 from kvd.server.validation import check_choice, check_range
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]+")
+MAX_TOOL_NAME = 64
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -86,18 +89,74 @@ class FunctionChoice(msgspec.Struct, kw_only=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, kw_only=True):
+class AllowedTool(msgspec.Struct, kw_only=True):
     type: str
-    function: FunctionChoice
+    function: FunctionChoice | None = None
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    mode: str
+    tools: list[AllowedTool]
+
+
+class ToolChoiceObject(msgspec.Struct, kw_only=True):
+    """`function`: this one must be called. `allowed_tools`: these may be called, or of these one must be."""
+
+    type: str
+    function: FunctionChoice | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @classmethod
+    def of(cls, name: str) -> ToolChoiceObject:
+        """The choice of one function."""
+        return cls(type="function", function=FunctionChoice(name=name))
+
+    def check(self, names: Collection[str]) -> None:
+        """Raise a 400 unless it is complete and names what is in `names`, the functions in `tools`."""
+        check_choice("tool_choice.type", self.type, ("function", "allowed_tools"))
+        if self.type == "function":
+            if self.function is None:
+                raise invalid("tool_choice.function", "'tool_choice.function' is required")
+            _check_known(self.function.name, names)
+            return
+        if (allowed := self.allowed_tools) is None:
+            raise invalid("tool_choice.allowed_tools", "'tool_choice.allowed_tools' is required")
+        check_choice("tool_choice.allowed_tools.mode", allowed.mode, ("auto", "required"))
+        for index, tool in enumerate(allowed.tools):
+            if tool.type != "function" or tool.function is None:
+                path = f"tool_choice.allowed_tools.tools[{index}]"
+                raise invalid(path, f"'{path}' must be a tool of type 'function'")
+            _check_known(tool.function.name, names)
+        if allowed.mode == "required" and not allowed.tools:
+            raise invalid("tool_choice", "'tool_choice' requires a call and allows no tool")
+
+    @property
+    def names_one(self) -> bool:
+        return self.type == "function"
+
+    @property
+    def requires_call(self) -> bool:
+        return self.names_one or (self.allowed_tools is not None and self.allowed_tools.mode == "required")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The functions that may be called."""
+        functions = [self.function]
+        if not self.names_one and self.allowed_tools is not None:
+            functions = [tool.function for tool in self.allowed_tools.tools]
+        return frozenset(function.name for function in functions if function is not None)
 
 
 class ChatRequest(GenerationFields, kw_only=True):
+    has_checked_tools: ClassVar[bool] = False
+    """Names and schemas of the tools were judged before, by the rules of another protocol."""
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | NamedToolChoice | None = None
+    tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -114,23 +173,30 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     @property
     def offered_functions(self) -> list[FunctionDefinition]:
-        """What the model is told of."""
-        if self.tool_choice == "none":
+        """What the model is told of: all where a grammar sees to its choice, so that the prompt stays cached."""
+        choice = self.tool_choice
+        if choice == "none":
             return []
-        return [tool.function for tool in self.tools or () if tool.function is not None]
+        functions = [tool.function for tool in self.tools or () if tool.function is not None]
+        if isinstance(choice, ToolChoiceObject) and not choice.requires_call:
+            functions = [function for function in functions if function.name in choice.names]
+        return functions
 
     @property
     def required_functions(self) -> list[FunctionDefinition]:
         """Of which the model must call one; empty: it is free."""
-        if isinstance(self.tool_choice, NamedToolChoice):
-            wanted = self.tool_choice.function.name
-            return [function for function in self.offered_functions if function.name == wanted]
-        return self.offered_functions if self.tool_choice == "required" else []
+        choice = self.tool_choice
+        if not isinstance(choice, ToolChoiceObject):
+            return self.offered_functions if choice == "required" else []
+        if not choice.requires_call:
+            return []
+        return [function for function in self.offered_functions if function.name in choice.names]
 
     @property
     def is_one_call(self) -> bool:
         """At most one call is wanted."""
-        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedToolChoice)
+        is_named = isinstance(self.tool_choice, ToolChoiceObject) and self.tool_choice.names_one
+        return self.parallel_tool_calls is False or is_named
 
     @property
     def opens_answer(self) -> bool:
@@ -160,14 +226,12 @@ class ChatRequest(GenerationFields, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             if tool.type != "function" or tool.function is None:
                 raise invalid(f"tools[{index}].type", f"'tools[{index}]' must be a tool of type 'function'")
-            if not TOOL_NAME.fullmatch(tool.function.name):
-                path = f"tools[{index}].function.name"
-                raise invalid(path, f"'{path}' must be 1 to 64 of A-Z a-z 0-9 _ -")
+            if not self.has_checked_tools:
+                check_tool_name(f"tools[{index}].function.name", tool.function.name, MAX_TOOL_NAME)
+                check_schema(f"tools[{index}].function.parameters", tool.function.parameters or {})
             names.add(tool.function.name)
-        if isinstance(self.tool_choice, NamedToolChoice):
-            check_choice("tool_choice.type", self.tool_choice.type, ("function",))
-            if (name := self.tool_choice.function.name) not in names:
-                raise invalid("tool_choice", f"'tool_choice' names '{short(name)}', which is not in 'tools'")
+        if isinstance(self.tool_choice, ToolChoiceObject):
+            self.tool_choice.check(names)
             return
         check_choice("tool_choice", self.tool_choice, ("none", "auto", "required"))
         if self.tool_choice == "required" and not names:
@@ -185,6 +249,17 @@ class ChatRequest(GenerationFields, kw_only=True):
                     "continue_final_message",
                     "'continue_final_message' needs a last message of role 'assistant'",
                 )
+
+
+def check_tool_name(path: str, name: str, max_characters: int) -> None:
+    """Raise a 400 that names `path` for what cannot be a function's name."""
+    if len(name) > max_characters or not TOOL_NAME.fullmatch(name):
+        raise invalid(path, f"'{path}' must be 1 to {max_characters} of A-Z a-z 0-9 _ -")
+
+
+def _check_known(name: str, names: Collection[str]) -> None:
+    if name not in names:
+        raise invalid("tool_choice", f"'tool_choice' names '{short(name)}', which is not in 'tools'")
 
 
 def _check_part(part: ContentPart, path: str) -> None:

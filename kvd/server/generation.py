@@ -89,6 +89,7 @@ class Choice:
         self._tracker = tracker
         self._parser = parser
         self._has_ended = False
+        self.token_ids: list[int] = []  # as sampled, the stop token included
 
     @property
     def request_id(self) -> str:
@@ -150,6 +151,8 @@ class Choice:
         self.num_cached_tokens = event.num_cached_tokens
         self.num_output_tokens = event.num_output_tokens
         self.num_dropped_tokens = event.num_dropped_tokens
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
 
@@ -357,6 +360,7 @@ def run_generation(state: ServerState, job: GenerationJob) -> Iterator[Generatio
     finally:
         for choice in choices:
             choice.abort()
+            state.note_answer(choice.request_id, choice.token_ids)
         del state.active[job.request_id]
 
 

@@ -11,25 +11,28 @@ in errors as the client spelled them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from kvd.errors import RequestError
 from kvd.server.chat_types import (
-    TOOL_NAME,
     ChatMessage,
     ChatRequest,
     FunctionCall,
-    FunctionChoice,
     FunctionDefinition,
-    NamedToolChoice,
     Tool,
     ToolCall,
+    ToolChoiceObject,
+    check_tool_name,
 )
 from kvd.server.common_types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, check_max_tokens
 from kvd.server.responses import invalid, short
+from kvd.server.tool_schemas import check_schema
 from kvd.server.validation import check_choice, convert_value
+
+MAX_LONG_TOOL_NAME = 128
+"""Most characters of a tool's name; OpenAI's protocols have 64."""
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Begins a system block that Claude Code changes on every request."""
@@ -71,6 +74,10 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
     @property
     def is_custom(self) -> bool:
         return self.type in (None, "custom")
+
+
+class _Chat(ChatRequest, kw_only=True):
+    has_checked_tools: ClassVar[bool] = True
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -122,10 +129,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             if not tool.is_custom:
                 continue
-            if not TOOL_NAME.fullmatch(tool.name or ""):
-                raise invalid(f"tools[{index}].name", f"'tools[{index}].name' must be 1 to 64 of A-Z a-z 0-9 _ -")
+            check_tool_name(f"tools[{index}].name", tool.name or "", MAX_LONG_TOOL_NAME)
             if tool.input_schema is None:
                 raise invalid(f"tools[{index}].input_schema", f"'tools[{index}].input_schema' is required")
+            check_schema(f"tools[{index}].input_schema", tool.input_schema)
         if (choice := self.tool_choice) is None:
             return
         check_choice("tool_choice.type", choice.type, ("auto", "any", "tool", "none"))
@@ -154,7 +161,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         """The conversation in the chat form, without any sampling. Raises a 400 for blocks that are not served."""
         messages = _translate(self.system, self.messages)
         choice = self.tool_choice
-        return ChatRequest(
+        return _Chat(
             model=self.model,
             messages=messages,
             tools=self._offered_tools() or None,
@@ -233,9 +240,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         )
 
 
-def _translate_choice(choice: ToolChoice) -> str | NamedToolChoice:
+def _translate_choice(choice: ToolChoice) -> str | ToolChoiceObject:
     if choice.type == "tool":
-        return NamedToolChoice(type="function", function=FunctionChoice(name=choice.name or ""))
+        return ToolChoiceObject.of(choice.name or "")
     return "required" if choice.type == "any" else choice.type
 
 

@@ -73,7 +73,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refuse(request, request_too_large(state.settings.max_body_bytes))
     except web.HTTPException as error:
         path = request.rel_url.raw_path
-        hint = mend_base_url(path, f"{request.scheme}://{short(request.host, 100)}")
+        hint = await _without_slash(request) or mend_base_url(path, f"{request.scheme}://{short(request.host, 100)}")
         return translate_http_exception(error, method=request.method, path=path, form=_error_form(request), hint=hint)
     except ConnectionError:
         raise
@@ -81,6 +81,17 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         logger.exception("request %s failed", request[REQUEST_ID])
         failure = EngineFailure(f"request {request[REQUEST_ID]} failed; the server's log says why")
         return error_response(failure, _error_form(request))
+
+
+async def _without_slash(request: web.Request) -> str | None:
+    """What route is meant where only the slashes at the end of the path are too many."""
+    path = request.rel_url.raw_path
+    meant = path.rstrip("/")
+    if meant in ("", path):
+        return None
+    found = await request.app.router.resolve(request.clone(rel_url=meant))
+    is_unknown = isinstance(found.http_exception, web.HTTPNotFound)
+    return None if is_unknown else f"{short(meant, 100)} has no slash at its end"
 
 
 def _error_form(request: web.Request) -> ErrorForm:

@@ -19,11 +19,10 @@ from kvd.server.chat_types import (
     ChatRequest,
     ContentPart,
     FunctionCall,
-    FunctionChoice,
     FunctionDefinition,
-    NamedToolChoice,
     Tool,
     ToolCall,
+    ToolChoiceObject,
 )
 from kvd.server.common_types import SamplingFields
 from kvd.server.responses import invalid, short
@@ -238,7 +237,7 @@ def _texts_of(message: ChatMessage) -> Iterator[str]:
 # --------------------------------------------------------------------------- tools and options
 
 
-def _read_tools(body: ResponsesRequest) -> tuple[dict[str, FunctionTool], str | NamedToolChoice | None]:
+def _read_tools(body: ResponsesRequest) -> tuple[dict[str, FunctionTool], str | ToolChoiceObject | None]:
     """The functions among the tools, and which of them the model may or must call."""
     tools = {}
     for index, tool in enumerate(body.tools or ()):
@@ -248,8 +247,7 @@ def _read_tools(body: ResponsesRequest) -> tuple[dict[str, FunctionTool], str | 
     if isinstance(choice, dict):
         if choice.get("type") == "allowed_tools":
             return _allowed_tools(tools, choice)
-        named = NamedToolChoice(type="function", function=FunctionChoice(name=named_choice(choice, "tool_choice")))
-        return tools, named
+        return tools, ToolChoiceObject.of(named_choice(choice, "tool_choice"))
     if choice == "required" and not tools:
         raise invalid("tool_choice", "'tool_choice' is 'required', but there is no function in 'tools'")
     return tools, choice

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvd.insight import BlockMap, DoctorReport, Finding, MapCell, Miss, Reveal, Timeline, TimelineEntry
 
 TIMELINE = Timeline(
@@ -56,6 +58,7 @@ class FakeDoctor:
 
     def __init__(self) -> None:
         self.rates: list[float] = []
+        self.answers: list[tuple[str, tuple[int, ...]]] = []
 
     def report(self, prefill_tokens_per_second: float) -> DoctorReport:
         self.rates.append(prefill_tokens_per_second)
@@ -65,6 +68,9 @@ class FakeDoctor:
         if request_id != MISS.request_id:
             return None
         return Reveal("the place where it differs", "Today is Monday", "Today is Sunday")
+
+    def answered(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.answers.append((request_id, tuple(token_ids)))
 
     def counts(self) -> tuple[tuple[str, int, int], ...]:
         return COUNTS

@@ -209,6 +209,51 @@ async def test_a_named_tool_is_called_once(harness: Harness) -> None:
     assert not sentence_of_grammar(request, CALL)
 
 
+def allow(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_of_allowed_tools_one_is_called_where_that_is_required(harness: Harness) -> None:
+    harness.engine.reply = NOW_CALL
+    answer = await harness.client().chat.completions.create(**ask([WEATHER, NOW], tool_choice=allow("required", "now")))
+    assert answer.choices[0].message.tool_calls[0].function.name == "now"
+    (request,) = harness.engine.submitted
+    assert "get_weather" in prompt_of(request), "the prompt stays the same, and so its cached blocks"
+    assert sentence_of_grammar(request, f"{NOW_CALL}\n{NOW_CALL}")
+    assert not sentence_of_grammar(request, CALL)
+    assert not sentence_of_grammar(request, "")
+
+
+async def test_the_model_is_told_of_the_tools_that_it_may_call(harness: Harness) -> None:
+    for names in (("now",), ()):
+        await harness.client().chat.completions.create(**ask([WEATHER, NOW], tool_choice=allow("auto", *names)))
+        request = harness.engine.submitted[-1]
+        assert request.grammar is None
+        assert "get_weather" not in prompt_of(request)
+        assert ("now" in prompt_of(request)) == bool(names)
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        (allow("required"), "tool_choice"),
+        (allow("auto", "other"), "tool_choice"),
+        (allow("never", "now"), "tool_choice.allowed_tools.mode"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice.allowed_tools.tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "custom"}]}},
+         "tool_choice.allowed_tools.tools[0]"),
+        ({"type": "function"}, "tool_choice.function"),
+        ({"type": "other", "function": {"name": "now"}}, "tool_choice.type"),
+    ],
+)  # fmt: skip
+async def test_a_choice_that_is_wrong_is_named(harness: Harness, choice: dict[str, Any], param: str) -> None:
+    error = await harness.chat_error(tools=[WEATHER, NOW], tool_choice=choice)
+    assert error["param"] == param
+    assert param.rpartition(".")[2].split("[")[0] in error["message"]
+
+
 async def test_one_required_call_of_any_tool(harness: Harness) -> None:
     harness.engine.reply = CALL
     fields = {"tool_choice": "required", "parallel_tool_calls": False}

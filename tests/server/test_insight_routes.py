@@ -14,11 +14,12 @@ from kvd.insight import BlockMap, DoctorReport, Reveal, Timeline
 from kvd.observe.event_log import EventLog
 from kvd.observe.local_console import REVEALED_TOKENS, LocalConsole
 from kvd.server.snapshot_json import decode_snapshot
+from kvd.server.state import STATE
 from kvd.text.text_model import TextModel
 from kvd.views import LogEvent, SessionInfo
 from tests.server.conftest import Harness, StartServer
 from tests.server.fake_insight import COUNTS, FINDING, MISS, TIMELINE, FakeDoctor
-from tests.server.fakes import MODEL, FakeEngine
+from tests.server.fakes import END, MODEL, FakeEngine
 
 CHAIN = "ab" * 16
 PATHS = [
@@ -101,6 +102,14 @@ async def test_doctor(harness: Harness) -> None:
     report = msgspec.convert(answer, DoctorReport)
     assert (status, report.findings, report.recent) == (200, (FINDING,), (MISS,))
     assert report.by_cause == COUNTS
+
+
+async def test_the_doctor_hears_of_answers(harness: Harness) -> None:
+    doctor = harness.server.app[STATE].doctor
+    assert isinstance(doctor, FakeDoctor)
+    _, answer = await harness.post("/v1/completions", {"prompt": ["a", "b"]})
+    reply = (*harness.engine.reply.encode(), END)
+    assert sorted(doctor.answers) == [(f"{answer['id']}-{index}", reply) for index in (0, 1)]
 
 
 async def test_misses_are_in_snapshot_and_events(harness: Harness) -> None:

@@ -68,6 +68,17 @@ async def test_streamed_tool_calls_are_those_of_the_whole_answer(
     assert len({block.id for block in message.content if block.type == "tool_use"}) == 2
 
 
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "n" * 128}])
+async def test_names_are_as_long_as_anthropic_allows(harness: Harness, choice: dict[str, Any]) -> None:
+    tool = {"name": "n" * 128, "input_schema": {"type": "object"}}
+    harness.engine.reply = f'<tool_call>\n{{"name": "{tool["name"]}", "arguments": {{}}}}\n</tool_call>'
+    status, answer = await harness.post(ROUTE, {**HI, "tools": [tool], "tool_choice": choice, "max_tokens": 400})
+    assert (status, answer["content"][0]["name"]) == (200, tool["name"])
+    status, answer = await harness.post(ROUTE, {**HI, "tools": [{**tool, "name": "n" * 129}]})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "tools[0].name" in answer["error"]["message"]
+
+
 async def test_a_call_that_was_cut_off(harness: Harness, client: anthropic.AsyncAnthropic) -> None:
     harness.engine.reply = CALL
     fields: dict[str, Any] = {**HI, "tools": [WEATHER], "max_tokens": CALL.index("rich")}

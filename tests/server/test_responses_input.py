@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvd.errors import RequestError
+from kvd.server.chat_types import ToolChoiceObject
 from kvd.server.responses_input import Translation, to_chat
 from kvd.server.responses_types import ResponsesRequest
 
@@ -156,7 +157,7 @@ def test_the_model_is_offered_functions_alone() -> None:
 def test_tool_choices() -> None:
     read = {**FUNCTION, "name": "read"}
     choice = translate(tools=[FUNCTION], tool_choice=named("shell")).chat.tool_choice
-    assert msgspec.to_builtins(choice) == {"type": "function", "function": {"name": "shell"}}
+    assert choice == ToolChoiceObject.of("shell")
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [named("read")]}
     chat = translate(tools=[FUNCTION, read], tool_choice=allowed).chat
     assert chat.tool_choice == "required"

@@ -15,6 +15,7 @@ from tests.server.conftest import USER, Harness
 from tests.server.fakes import VOCAB_SIZE
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+BAD_PATTERN = {"type": "function", "function": {"name": "bad", "parameters": {"type": "string", "pattern": "("}}}
 BAD_TOOL = {"type": "function", "function": {"name": "bad", "parameters": {"type": "strnig"}}}
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
@@ -97,8 +98,9 @@ def json_schema(**fields: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
-        ({"tools": [BAD_TOOL], "tool_choice": tool_named("bad")}, "tools"),
+        ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools[0].function.parameters"),
+        ({"tools": [BAD_TOOL], "tool_choice": tool_named("bad")}, "tools[0].function.parameters"),
+        ({"tools": [BAD_PATTERN], "tool_choice": "required"}, "tools"),
         ({"tools": [tool_named("a b")]}, "tools[0].function.name"),
         ({"tools": [TOOL, tool_named("x" * 65)]}, "tools[1].function.name"),
         ({"tools": [tool_named("")]}, "tools[0].function.name"),
