@@ -15,7 +15,7 @@ LABEL_WIDTH = 12
 _MIN_METER = 3
 _MAX_METER = 24
 _MIN_GRAPH_HEIGHT = 5
-_MAX_GRAPH_ROWS = 8
+_MAX_GRAPH_ROWS = 12
 
 
 def fact(name: str, text: str, width: int, style: str = "text", more: str = "", short: str = "") -> Spans:

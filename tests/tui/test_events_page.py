@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.tui.event_list import LEVELS, EventPanel, full_text, request_of
+from kvd.tui.events_page import EventsPage
 from kvd.tui.listing import wrap
 from kvd.tui.panel import Spans, span_width
 from kvd.tui.view import Link
@@ -225,6 +226,9 @@ async def test_when_nothing_is_shown_the_page_says_why() -> None:
 
 # --------------------------------------------------------------------------- pictures
 
+ALONE = (EventsPage,)
+"""So that a picture does not change with every page that there is."""
+
 
 def story() -> tuple[LogEvent, ...]:
     """What a log looks like after a while."""
@@ -247,7 +251,7 @@ def story() -> tuple[LogEvent, ...]:
 @pytest.mark.parametrize("kind", ["empty", "busy", "disconnected"])
 async def test_pictures(size: tuple[int, int], kind: str) -> None:
     fake = console(() if kind == "empty" else story())
-    async with running(snapshot(cached=300), size=size, page="Events", console=fake) as screen:
+    async with running(snapshot(cached=300), size=size, page="Events", pages=ALONE, console=fake) as screen:
         if kind == "disconnected":
             await screen.lose(ConnectionRefusedError("connection to 127.0.0.1:8000 refused"))
         await screen.pilot.pause()

@@ -8,6 +8,7 @@ import pytest
 
 from kvd.device_facts import DeviceFacts, HostFacts
 from kvd.tui.engine_panels import StepClock, StepPanel, TiersPanel
+from kvd.tui.machine_page import MachinePage
 from kvd.tui.machine_panels import DevicePanel, MemoryPanel, memory_lines
 from kvd.tui.panel import Panel, span_width
 from kvd.tui.view import History, Link
@@ -208,13 +209,19 @@ async def test_everything_essential_is_on_the_page(size: tuple[int, int]) -> Non
             assert words in screen.text, words
 
 
+# --------------------------------------------------------------------------- pictures
+
+ALONE = (MachinePage,)
+"""So that a picture does not change with every page that there is."""
+
+
 @SIZES
 @pytest.mark.parametrize("kind", ["empty", "busy", "gpu", "disconnected"])
 async def test_pictures(size: tuple[int, int], kind: str) -> None:
     current = {"empty": snapshot(), "gpu": busy(device=replace(CARD, throttle_reasons=("power limit",)))}.get(
         kind, busy()
     )
-    async with running(current, size=size, page="Machine") as screen:
+    async with running(current, size=size, page="Machine", pages=ALONE) as screen:
         if kind == "disconnected":
             await screen.lose(ConnectionRefusedError("connection to 127.0.0.1:8000 refused"))
         await screen.pilot.pause()

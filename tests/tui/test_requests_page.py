@@ -351,12 +351,15 @@ async def test_the_columns_tell_how_a_request_was_preempted() -> None:
 
 # --------------------------------------------------------------------------- pictures
 
+ALONE = (RequestsPage,)
+"""So that a picture does not change with every page that there is."""
+
 
 @SIZES
 @pytest.mark.parametrize("kind", ["empty", "busy", "timeline", "ended", "disconnected"])
 async def test_pictures(size: tuple[int, int], kind: str) -> None:
     current = snapshot(cached=300) if kind == "empty" else table(30)
-    async with running(current, size=size, page="Requests", console=console(num_ended=30)) as screen:
+    async with running(current, size=size, page="Requests", pages=ALONE, console=console(num_ended=30)) as screen:
         if kind == "ended":
             await screen.press("e")
             await screen.until(lambda: "took" in screen.text)
