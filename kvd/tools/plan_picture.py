@@ -81,9 +81,13 @@ def _contexts(shapes: list[str], report: PlanReport, y: float) -> float:
     """Requests at once by context and KV dtype, on a logarithmic scale; returns where the panel ends."""
     served = [each for each in report.by_dtype if each.choice.kv_cache_dtype in report.geometry.kv_dtypes]
     row = _STEP * len(served) + 16
-    height = 56 + row * len(report.contexts) + 8
+    height = 56 + row * len(report.contexts) + 12
     _box(shapes, _MARGIN, y, _INNER, height, _PANEL, radius=10)
     _text(shapes, _MARGIN + 18, y + 28, "Requests at once by context", size=15, weight=600)
+    caption = "bars grow with the logarithm"
+    if report.fits.max_model_len in report.contexts:
+        caption += " · *: max_model_len"
+    _text(shapes, WIDTH - _MARGIN - 18, y + height - 10, caption, colour=_MUTED, size=11, anchor="end")
     x = WIDTH - _MARGIN - 18
     for each in reversed(served):
         words = f"{SHORT_DTYPES[each.choice.kv_cache_dtype]}: {each.bytes_per_token:,.0f} B per token"
@@ -108,8 +112,6 @@ def _contexts(shapes: list[str], report: PlanReport, y: float) -> float:
             _text(shapes, left + bar + 6, at + 10.5, words, colour=_TEXT if count else _MUTED, size=11)
             at += _STEP
         at += 16
-    if report.fits.max_model_len in report.contexts:
-        _text(shapes, WIDTH - _MARGIN - 18, y + height - 10, "* max_model_len", colour=_MUTED, size=11, anchor="end")
     return y + height
 
 

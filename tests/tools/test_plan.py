@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -448,3 +449,48 @@ def test_everything_that_is_refused_is_a_kvd_error(tmp_path: Path) -> None:
         made(f"{QWEN_7B} --quantization awq --device cpu --memory 8GiB --swap-space 64")
     with pytest.raises(KvdError, match="quantization: awq is asked for"):
         plan_model.find_model(Config(model=str(make_llama(tmp_path / "m")), quantization="awq"), tmp_path)
+
+
+# --------------------------------------------------------------------------- the document
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sizing.md"
+QWEN_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "float16",
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+}  # fmt: skip
+
+
+def test_the_commands_of_the_document_are_understood() -> None:
+    found = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("kvd plan")]
+    assert len(found) >= 5
+    for line in found:
+        parse(line.partition("#")[0].split()[2:], {})
+
+
+def test_the_table_of_the_document_is_computed() -> None:
+    rows = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if re.match(r"\| [LQ].* × ", line)]
+    assert len(rows) == 4
+    for line in rows:
+        _, _, shape, per_token, int8, whole, _ = (cell.strip() for cell in line.split("|"))
+        layers, kv_heads, head_dim = (int(number) for number in shape.split(" × "))
+        words = f"--layers {layers} --heads {kv_heads} --head-dim {head_dim} --memory 500GiB"
+        found = made(words).as_dict()["bytes_per_token"]
+        assert per_token == f"{found['fp16'] / KIB:g} KiB"
+        assert int8 == f"{found['int8'] / KIB:.4g} KiB".replace("28.44", "28.4")
+        num_bytes = found["fp16"] * 8192
+        assert whole == (f"{num_bytes / GIB:g} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:g} MiB")
+
+
+def test_the_picture_of_the_document_is_drawn_by_this_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("qwen2.5-7b-awq").mkdir()
+    tmp_path.joinpath("qwen2.5-7b-awq", "config.json").write_text(json.dumps(QWEN_CONFIG))
+    shown = plan_picture.draw(made("qwen2.5-7b-awq --gpu rtx-4090"))
+    path = DOCUMENT.parent / "plan.svg"
+    if os.environ.get("KVD_UPDATE_PICTURES"):
+        path.write_text(shown, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == shown
