@@ -42,10 +42,13 @@ _LEAST_CHARGE = 64
 """Tokens that the shortest prompt is counted as, for what is kept besides them."""
 
 _SHARDS = 256  # a power of two; a dictionary that grows is copied in one go, which must stay short
-_BLOCK_BITS = 24
-_BLOCK_MASK = (1 << _BLOCK_BITS) - 1
+_BLOCK_BITS, _PLACE_BITS = 24, 64
+_BLOCK_MASK, _PLACE_MASK = (1 << _BLOCK_BITS) - 1, (1 << _PLACE_BITS) - 1
+_PLACES_MASK = (1 << HOLDERS * _PLACE_BITS) - 1
 
-Places = int | tuple[int, ...]
+Places = int
+"""Up to `HOLDERS` places in one number, the newest in its lowest bits: serial of the prompt, number of the block.
+A number, since the garbage collector walks through a dictionary of anything else, all in one go."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,14 +178,9 @@ class PromptMemory:
         for at in range(begin, num_tokens(record.data) - BLOCK_SIZE + 1, BLOCK_SIZE):
             key = block_hash(record.data, at)
             shard = shelf.blocks[key & (_SHARDS - 1)]
-            places, place = shard.get(key), own | at // BLOCK_SIZE
-            if places is None:
-                shard[key] = place
-            elif isinstance(places, int):
-                if places >> _BLOCK_BITS != record.serial:
-                    shard[key] = (places, place)
-            elif all(other >> _BLOCK_BITS != record.serial for other in places):
-                shard[key] = (*places[-HOLDERS + 1 :], place)
+            places = shard.get(key, 0)
+            if all(place >> _BLOCK_BITS != record.serial for place in _each(places)):
+                shard[key] = (places << _PLACE_BITS | own | at // BLOCK_SIZE) & _PLACES_MASK
             if at % 4096 == 0:
                 pace()
 
@@ -191,12 +189,14 @@ class PromptMemory:
         for at in range(0, num_tokens(record.data) - BLOCK_SIZE + 1, BLOCK_SIZE):
             key = block_hash(record.data, at)
             shard = shelf.blocks[key & (_SHARDS - 1)]
-            places = shard.get(key)
-            if isinstance(places, tuple):
-                left = tuple(place for place in places if place >> _BLOCK_BITS != record.serial)
-                shard[key] = left if len(left) > 1 else left[0]
-            elif places is not None and places >> _BLOCK_BITS == record.serial:
-                del shard[key]
+            left = 0
+            for place in reversed(list(_each(shard.get(key, 0)))):
+                if place >> _BLOCK_BITS != record.serial:
+                    left = left << _PLACE_BITS | place
+            if left:
+                shard[key] = left
+            else:
+                shard.pop(key, None)
 
     def _use(self, record: Remembered) -> None:
         self._records.move_to_end(record.serial)
@@ -285,6 +285,12 @@ class PromptMemory:
             covered = end
 
     def _holders(self, shelf: _Shelf, key: int) -> Iterator[tuple[Remembered, int]]:
-        places = shelf.blocks[key & (_SHARDS - 1)][key]
-        for place in reversed(places) if isinstance(places, tuple) else (places,):
+        for place in _each(shelf.blocks[key & (_SHARDS - 1)][key]):
             yield self._records[place >> _BLOCK_BITS], (place & _BLOCK_MASK) * BLOCK_SIZE
+
+
+def _each(places: Places) -> Iterator[int]:
+    """The newest first."""
+    while places:
+        yield places & _PLACE_MASK
+        places >>= _PLACE_BITS

@@ -26,7 +26,8 @@ differently is found by its last whole block."""
 _ENCODED_AT_ONCE = 4096
 _COMPARED_AT_ONCE = 16384
 _LOOKED_AT_ONCE = 256
-_POSITIONS_PER_BLOCK = 8
+_POSITION_BITS, _POSITIONS_PER_BLOCK = 32, 8
+_MOST_POSITIONS = 1 << _POSITION_BITS * (_POSITIONS_PER_BLOCK - 1)
 
 Pace = Callable[[], None]
 """Called every few hundred tokens; may wait, and may raise to give up."""
@@ -120,11 +121,11 @@ def align(ours: bytes, theirs: bytes, begin: int, pace: Pace) -> list[Passage]:
 
     Where several passages of theirs fit, the longest is taken, and of equally long ones the one that comes next.
     """
-    places: dict[int, list[int]] = {}
+    places: dict[int, int] = {}  # hash → positions of theirs, each plus one, the bits of one behind those of another
     for at in range(0, num_tokens(theirs) - BLOCK_SIZE + 1, BLOCK_SIZE):
-        found = places.setdefault(block_hash(theirs, at), [])
-        if len(found) < _POSITIONS_PER_BLOCK:
-            found.append(at)
+        key = block_hash(theirs, at)
+        if (found := places.get(key, 0)) < _MOST_POSITIONS:
+            places[key] = found << _POSITION_BITS | at + 1
         if at % _ENCODED_AT_ONCE == 0:
             pace()
     passages: list[Passage] = []
@@ -132,7 +133,10 @@ def align(ours: bytes, theirs: bytes, begin: int, pace: Pace) -> list[Passage]:
     while (at := next_known(ours, at, [places], pace)) >= 0:
         pace()
         best: Passage | None = None
-        for place in places[block_hash(ours, at)]:
+        left = places[block_hash(ours, at)]
+        while left:
+            place = (left & (1 << _POSITION_BITS) - 1) - 1
+            left >>= _POSITION_BITS
             before = common_length_before(ours, theirs, at, place, at - covered)
             passage = Passage(at - before, place - before, before + common_length(ours, theirs, at, place))
             order = (passage.length, passage.theirs >= expected, -passage.theirs)
