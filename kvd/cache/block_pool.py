@@ -23,6 +23,9 @@ from typing import Literal
 
 BlockState = Literal["free", "active", "cached"]
 
+FREE, CACHED, ACTIVE, SHARED = range(4)
+"""Entries of `BlockPool.states`; shared is active with more than one reference."""
+
 
 class BlockPool:
     """Counts references to the physical blocks 0 … num_blocks - 1 of one layer group."""
@@ -32,7 +35,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_cached = 0
         self._references = [0] * num_blocks
-        self._is_cached = bytearray(num_blocks)
+        self.states = bytearray(num_blocks)  # read by others, never written
         # The lowest ids are handed out first, so that a lightly used pool touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -56,7 +59,7 @@ class BlockPool:
         """The state of one block."""
         if self._references[block_id]:
             return "active"
-        return "cached" if self._is_cached[block_id] else "free"
+        return "cached" if self.states[block_id] == CACHED else "free"
 
     def free_block_ids(self) -> tuple[int, ...]:
         return tuple(self._free)
@@ -67,15 +70,17 @@ class BlockPool:
         block_id = self._free.pop()
         assert not self._references[block_id], f"block {block_id} was free and had references"
         self._references[block_id] = 1
+        self.states[block_id] = ACTIVE
         return block_id
 
     def retain(self, block_id: int) -> bool:
         """One more reference to a block that holds something; True when it was cached until now."""
-        was_cached = bool(self._is_cached[block_id])
+        was_cached = self.states[block_id] == CACHED
         if was_cached:
-            self._is_cached[block_id] = 0
+            self.states[block_id] = ACTIVE
             self.num_cached -= 1
         else:
+            self.states[block_id] = SHARED
             assert self._references[block_id], f"block {block_id} is free: nothing in it to share"
         self._references[block_id] += 1
         return was_cached
@@ -86,17 +91,20 @@ class BlockPool:
         assert references >= 0, f"block {block_id} was released more often than it was taken"
         self._references[block_id] = references
         if references:
+            if references == 1:
+                self.states[block_id] = ACTIVE
             return False
         if is_indexed:
-            self._is_cached[block_id] = 1
+            self.states[block_id] = CACHED
             self.num_cached += 1
         else:
+            self.states[block_id] = FREE
             self._free.append(block_id)
         return True
 
     def drop(self, block_id: int) -> None:
         """cached → free. The caller removes its key in the same breath."""
-        assert self._is_cached[block_id], f"block {block_id} is not cached: somebody uses it, or nobody knows it"
-        self._is_cached[block_id] = 0
+        assert self.states[block_id] == CACHED, f"block {block_id} is not cached: somebody uses it, or nobody knows it"
+        self.states[block_id] = FREE
         self.num_cached -= 1
         self._free.append(block_id)

@@ -7,6 +7,7 @@ capacity; holds end soon, and whoever lacks their blocks waits for that.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -155,8 +156,12 @@ class Chains:
         return self._num_pinned
 
     def _count_pinned(self) -> None:
-        held = (block for hold in self._pins.values() for group_id, block in hold.blocks if not group_id)
-        self._num_pinned = len({block.block_id for block in held})
+        self._num_pinned = len(self.pinned_blocks(0))
+
+    def pinned_blocks(self, group_id: int) -> array[int]:
+        """Ids of the blocks of a group that pins hold, each once."""
+        pinned = (each for hold in self._pins.values() for each in hold.blocks)
+        return array("q", {block.block_id for of_group, block in pinned if of_group == group_id})
 
     def drop(self, key: bytes) -> int:
         """Drop a chain from its end on, up to a block that is in use or that another chain continues.

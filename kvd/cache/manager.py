@@ -357,6 +357,11 @@ class CacheManager:
         )
 
     @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """For those who look; whoever changes something goes through the manager."""
+        return self._groups
+
+    @property
     def num_groups(self) -> int:
         return len(self._groups)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +34,12 @@ from kvd.engine.memory_budget import (
     plan_memory,
     prepared_weight_bytes,
 )
+from kvd.engine.reporting import OnEvent, ignore
 from kvd.engine.runner import Runner, RunnerObserver
 from kvd.engine.sessions import Sessions
 from kvd.errors import ConfigError
 from kvd.geometry import Geometry
+from kvd.insight import Admission
 from kvd.model.decoder import Decoder
 from kvd.model.files import ModelFiles
 from kvd.model.loading import load_weights
@@ -62,16 +64,20 @@ def build_engine(
     observer: RunnerObserver | None = None,
     rates: Rates | None = None,
     watch: WatchDevice | None = None,
+    on_admission: Callable[[Sequence[Admission]], None] | None = None,
+    on_event: OnEvent = ignore,
 ) -> Engine:
     """Load and wire everything; the engine still has to be started.
 
     log: receives (level, message). rates: to be used in place of measured ones. watch: called with the id of a device;
-    gives what reads the latest facts about it. Raises StartupError and its children.
+    gives what reads the latest facts about it. on_admission, on_event: see `Engine`. Raises StartupError and its
+    children.
     """
     ops = open_ops(config, checkpoint_dtype(files.config), log)
     return wire_engine(
         config, spec, lambda: load_weights(files, spec, progress=progress), ops,
         home=home, progress=progress, log=log, observer=observer, rates=rates, watch=watch,
+        on_admission=on_admission, on_event=on_event,
     )  # fmt: skip
 
 
@@ -87,6 +93,8 @@ def wire_engine(
     observer: RunnerObserver | None = None,
     rates: Rates | None = None,
     watch: WatchDevice | None = None,
+    on_admission: Callable[[Sequence[Admission]], None] | None = None,
+    on_event: OnEvent = ignore,
 ) -> Engine:
     """`build_engine` behind the choice of a backend. load: delivers the weights, which nobody else should keep."""
     limits = limits_of(config, ops.default_step_tokens)
@@ -230,7 +238,8 @@ def wire_engine(
     sessions = Sessions(config.home_path / "sessions", manager, cache, ops)
     device_facts = watch(ops.device_id) if watch is not None and ops.device_id else lambda: None
     engine = Engine(
-        info, scheduler, runner, log=log, sessions=sessions, disk=tiers.disk, device_facts=device_facts
+        info, scheduler, runner, log=log, sessions=sessions, disk=tiers.disk, device_facts=device_facts,
+        on_admission=on_admission, on_event=on_event,
     )  # fmt: skip
     engines.append(engine)
     return engine

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -20,11 +20,13 @@ from kvd.core import FinishReason, Request, TokenEvent
 from kvd.device_facts import DeviceFacts
 from kvd.engine.disk_link import DiskLink
 from kvd.engine.questions import Questions
+from kvd.engine.reporting import OnEvent, Reporter, ignore
 from kvd.engine.runner import Runner
 from kvd.engine.sessions import Sessions
 from kvd.engine.statistics import Statistics
 from kvd.engine.streams import TokenStream
-from kvd.errors import EngineFailure, ServerOverloaded
+from kvd.errors import EngineFailure, KvdError, ServerOverloaded
+from kvd.insight import Admission
 from kvd.scheduler.scheduler import Scheduler
 from kvd.views import EngineInfo, RequestView, Snapshot
 
@@ -38,7 +40,8 @@ class Engine(Questions):
     """Runs requests; implements `views.SnapshotSource` and `views.Control`.
 
     log: receives (level, message) lines, from either thread. disk: the tier that is closed when the engine thread ends.
-    device_facts: the latest, at once.
+    device_facts: the latest, at once. on_admission: called on the engine thread, once per step that admitted somebody,
+    and on_event for the event log, see `reporting`; both must be quick and must not raise.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Engine(Questions):
         sessions: Sessions | None = None,
         disk: DiskLink | None = None,
         device_facts: Callable[[], DeviceFacts | None] = lambda: None,
+        on_admission: Callable[[Sequence[Admission]], None] | None = None,
+        on_event: OnEvent = ignore,
         wedged_after_seconds: float = WEDGED_AFTER_SECONDS,
     ) -> None:
         super().__init__(scheduler, sessions)
@@ -59,6 +64,8 @@ class Engine(Questions):
         self._disk = disk
         self._runner = runner
         self._log = log
+        scheduler.admissions.receive = on_admission
+        self._reporter = Reporter(scheduler, on_event)
         self._wedged_after_seconds = wedged_after_seconds
         self._statistics = Statistics()
         self._streams: dict[str, TokenStream] = {}
@@ -91,6 +98,7 @@ class Engine(Questions):
             return
         self._last_progress = time.monotonic()
         events = self._scheduler.commit(landed, result)
+        self._reporter.stepped()
         if landed.items:
             self._statistics.step(landed.num_tokens, events, self._last_progress)
         self._deliver(events)
@@ -146,7 +154,10 @@ class Engine(Questions):
     def _deliver(self, events: list[TokenEvent]) -> None:
         if events:
             # Who has read the end of an answer finds it counted.
-            self._publish(at_once=any(event.finish_reason for event in events))
+            has_ended = any(event.finish_reason for event in events)
+            self._publish(at_once=has_ended)
+            if has_ended:
+                self._reporter.ended(events)
             self._call_loop(lambda: self._dispatch(events))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
@@ -179,6 +190,9 @@ class Engine(Questions):
 
     def _take_snapshot(self) -> Snapshot:
         cache = self._scheduler.cache
+        disk = None if self._disk is None else self._disk.facts()
+        if disk is not None:
+            self._reporter.disk(disk)
         return Snapshot(
             time=time.monotonic(),
             uptime_seconds=time.monotonic() - self._started,
@@ -193,6 +207,7 @@ class Engine(Questions):
             num_blocks_pinned=cache.chains.num_pinned_blocks,
             num_ram_blocks=cache.tiers.ram.num_slots[0],
             num_ram_blocks_used=cache.tiers.ram.num_used(0),
+            num_ram_blocks_held=cache.tiers.ram.num_slots[0] - cache.tiers.ram.num_available(0),
             running_limit=self._scheduler.running_limit,
             step_budget=self._scheduler.step_budget,
             counters=self._scheduler.counters(),
@@ -200,7 +215,9 @@ class Engine(Questions):
             histograms=self._statistics.freeze(),
             cache_histograms=cache.ledger.freeze(),
             prefill_tokens_per_second=self._scheduler.rates.prefill_tokens_per_second or 0.0,
-            disk=None if self._disk is None else self._disk.facts(),
+            disk=disk,
+            num_waste_tokens=self._scheduler.num_waste_tokens,
+            oldest_waiting_seconds=self._scheduler.oldest_waiting_seconds,
         )
 
     def _list_requests(self) -> tuple[RequestView, ...]:
@@ -252,7 +269,11 @@ class Engine(Questions):
             raise ServerOverloaded(f"the server is {self._state}; try again later", retry_after_seconds=5)
         if self._state == "failed":
             raise self._stopped_error()
-        self._scheduler.check(request, num_present=len(self._streams))
+        try:
+            self._scheduler.check(request, num_present=len(self._streams))
+        except KvdError as error:
+            self._reporter.refused(request.request_id, error)
+            raise
         assert request.request_id not in self._streams, "request ids are unique"
         if not self._streams:
             self._last_progress = time.monotonic()  # nothing was to be done until now
@@ -292,10 +313,17 @@ class Engine(Questions):
                 requests = await self._inbox.ask(self._list_requests)
         else:
             requests = ()
-        # An idle engine publishes nothing, but it ages, and it may be told to stop.
-        uptime = time.monotonic() - self._started
+        # An idle engine publishes nothing, and neither does a wedged one; but it ages, and it may be told to stop.
+        now, latest = time.monotonic(), self._snapshot
+        waiting = latest.oldest_waiting_seconds
         return replace(
-            self._snapshot, state=self._state, uptime_seconds=uptime, requests=requests, device=self._device_facts()
+            latest,
+            state=self._state,
+            uptime_seconds=now - self._started,
+            requests=requests,
+            device=self._device_facts(),
+            oldest_waiting_seconds=waiting + now - latest.time if waiting else 0.0,
+            stalled_seconds=now - self._last_progress if self._streams else 0.0,
         )
 
     async def abort(self, request_id: str) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from kvd.cache.block_map import copy_blocks, draw_map
 from kvd.engine.inbox import Inbox
 from kvd.engine.sessions import Sessions
-from kvd.errors import SessionError
-from kvd.insight import Timeline
+from kvd.errors import RequestError, SessionError
+from kvd.insight import BlockMap, Timeline
 from kvd.scheduler.scheduler import Scheduler
 from kvd.views import PrefixView, SessionInfo
 
@@ -35,6 +36,18 @@ class Questions:
     async def chain_tokens(self, chain: str, limit: int) -> tuple[int, ...]:
         """The first `limit` token ids of a chain in the pool; () if it is not there."""
         return await self._inbox.ask(lambda: self._scheduler.chain_tokens(chain, limit))
+
+    async def block_map(self, max_cells: int, group_id: int = 0) -> BlockMap:
+        """The blocks of a layer group, summed up to at most `max_cells` cells. Raises RequestError: no such group."""
+        cache = self._scheduler.cache
+        if not 0 <= group_id < cache.num_groups or max_cells < 1:
+            raise RequestError(
+                f"there are layer groups 0 to {cache.num_groups - 1}, and at least one cell: not {max_cells} cells of "
+                f"group {group_id}",
+                param="group" if max_cells > 0 else "cells",
+            )
+        copies = await self._inbox.ask(lambda: copy_blocks(cache, group_id))
+        return await asyncio.to_thread(draw_map, copies, max_cells)
 
     async def timeline(self, request_id: str) -> Timeline | None:
         """What became of a request that runs or ended lately; None: nothing is known of it."""

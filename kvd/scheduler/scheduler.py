@@ -269,16 +269,16 @@ class Scheduler(Operations):
         if plan.items:
             rates.observe_step(num_prefill, num_decode, result.seconds - moving)
         block_bytes = self.cache.tiers.block_bytes
-        num_saved, num_restored = (sum(block_bytes[x.group_id] for x in moves) for moves in (plan.saves, plan.restores))
-        self._tally.count_moves(num_saved, num_restored, result)
-        if plan.saves:
+        if plan.saves or plan.restores:
+            num_saved = sum([block_bytes[each.group_id] for each in plan.saves])
+            num_restored = sum([block_bytes[each.group_id] for each in plan.restores])
+            self._tally.count_moves(num_saved, num_restored, result)
             rates.observe_save(num_saved, result.save_seconds)
+            rates.observe_restore(num_restored, result.restore_seconds)
         disk_rate = self.cache.tiers.slow.read_bytes_per_second
         if disk_rate is not None and disk_rate != self._disk_rate:
             rates.observe_disk(int(disk_rate), 1.0)  # the tier measures its own reads
             self._disk_rate = disk_rate
-        if plan.restores:
-            rates.observe_restore(num_restored, result.restore_seconds)
         self._concurrency.observe_step(
             len(self._roster.running), len(self._roster.waiting), plan.num_tokens, result.seconds, flight.num_preempted
         )
@@ -304,13 +304,30 @@ class Scheduler(Operations):
     def num_waiting(self) -> int:
         return len(self._roster.waiting)
 
-    def strain(self) -> tuple[int, float]:
-        """See `Roster`: the waste in tokens, and the age in seconds of the oldest in the queue."""
-        return self._roster.num_waste_tokens, self._roster.oldest_waiting_seconds(self._clock())
-
     @property
     def num_preemptions(self) -> int:
         return self._tally.num_preemptions
+
+    @property
+    def latest_preemption(self) -> tuple[str, str]:
+        """The id of the request that gave way last, and for whom, how and at what cost."""
+        return self._planner.latest_preemption
+
+    @property
+    def num_waste_tokens(self) -> int:
+        """Room in the blocks of running requests that holds no token."""
+        return sum(
+            [
+                max(0, state.blocks.num_blocks * BLOCK_SIZE - state.num_computed + state.num_dropped_tokens)
+                for state in self._roster.running
+            ]
+        )
+
+    @property
+    def oldest_waiting_seconds(self) -> float:
+        """Since the arrival of the request that waits longest for its first step; 0: there is none."""
+        state = self._roster.waiting.oldest_new
+        return 0.0 if state is None else max(0.0, self._clock() - state.request.arrival_time)
 
     @property
     def running_limit(self) -> int:

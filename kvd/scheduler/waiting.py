@@ -293,6 +293,11 @@ class WaitingQueue:
 
     # ------------------------------------------------------------------ everybody
 
+    @property
+    def oldest_new(self) -> RequestState | None:
+        """The request that arrived first of those that have never run."""
+        return next(iter(self._new.values()), None)
+
     def __len__(self) -> int:
         return len(self._new) + len(self._requeued)
 

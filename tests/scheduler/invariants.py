@@ -6,8 +6,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
+from kvd.cache.block_pool import ACTIVE, CACHED, FREE, SHARED
 from kvd.cache.eviction import LeafOrder
 from kvd.cache.layer_group import LayerGroup
+from kvd.cache.ledger import OTHERS
 from kvd.cache.manager import CacheManager, SequenceBlocks, blocks_for
 from kvd.cache.ram_tier import RamTier
 from kvd.core import BLOCK_SIZE, StepPlan
@@ -162,7 +164,14 @@ def check_cache(
                 expected[block_id] += 1
         assert pool._references == expected, "references do not add up to tables, pins and replaced blocks"
         free = set(pool.free_block_ids())
-        cached = {block_id for block_id in range(pool.num_blocks) if pool._is_cached[block_id]}
+        shown = [
+            ACTIVE if count == 1 else SHARED if count else state
+            for count, state in zip(expected, pool.states, strict=True)
+        ]
+        assert list(pool.states) == shown, "states and references disagree"
+        assert all(pool.states[block_id] == FREE for block_id in free)
+        check_owners(group)
+        cached = {block_id for block_id in range(pool.num_blocks) if pool.states[block_id] == CACHED}
         active = {block_id for block_id in range(pool.num_blocks) if expected[block_id]}
         assert len(free) == len(pool.free_block_ids()), "a block is free twice"
         assert (len(free), len(active), len(cached)) == (pool.num_free, pool.num_active, pool.num_cached)
@@ -176,6 +185,14 @@ def check_cache(
             victim = group.policy.choose()
             assert victim.block_id in cached
             assert not victim.num_children, "the next victim has children"
+
+
+def check_owners(group: LayerGroup) -> None:
+    """A free block is nobody's."""
+    numbers = range(len(group.ledger.owners.names))
+    for state, owner in zip(group.pool.states, group.records.owner, strict=True):
+        assert owner in numbers
+        assert state != FREE or owner == OTHERS, "a free block has an owner"
 
 
 def check_index(group: LayerGroup, free: set[int], cached: set[int]) -> None:
