@@ -159,7 +159,11 @@ def wire_engine(
     engines: list[Engine] = []  # the one that is made below, for the disk tier's threads to wake
     with exhaustion_told(ops.memory, "making the KV cache", demand):
         cache = allocate_cache(kv_format, pool.num_blocks, ops.device)
-        tiers = open_tiers(config, kv_format, tier_sizes, ops, wake=lambda: wake_all(engines), log=log)
+        tiers = open_tiers(
+            config, kv_format, tier_sizes, ops, key_seed=key_seed.encode(),
+            format_name=f"{resolved_kv_dtype(config.kv_cache_dtype)} ({ops.label})",
+            wake=lambda: wake_all(engines), log=log,
+        )  # fmt: skip
         runner = make_runner(cache, tiers.arena, observer)
         profiling.prepare(runner, "Recording steps", progress)
     step_bytes = plan.step_bytes
@@ -217,6 +221,7 @@ def wire_engine(
         max_cached_blocks=None if config.max_cached_tokens is None else config.max_cached_tokens // BLOCK_SIZE,
         num_ram_slots=tiers.num_slots,
         slow_tier=tiers.disk,
+        other_formats=tiers.other_formats,
         block_bytes=[group.block_bytes for group in kv_format.groups],
     )
     scheduler = Scheduler(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.cache.disk_folder import DiskFolder
+from kvd.cache.disk_formats import KVFormatName, remember_format
 from kvd.cache.sizing import GIB
 from kvd.cache.store import Arena, allocate_arena
 from kvd.config import Config
@@ -32,11 +33,12 @@ class TierSizes:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What `open_tiers` made; None where there is none."""
+    """What `open_tiers` made; None where there is none. other_formats: of this model, that the folder was used with."""
 
     arena: Arena | None
     disk: DiskLink | None
     num_slots: tuple[int, ...]
+    other_formats: tuple[KVFormatName, ...] = ()
 
 
 def size_tiers(config: Config, kv_format: KVFormat, log: Callable[[str, str], None]) -> TierSizes:
@@ -66,12 +68,15 @@ def open_tiers(
     sizes: TierSizes,
     ops: Ops,
     *,
+    key_seed: bytes,
+    format_name: str,
     wake: Callable[[], None],
     log: Callable[[str, str], None],
 ) -> Tiers:
     """Allocate the RAM tier and open the disk tier.
 
-    wake: called from the disk tier's threads when it has done something. Raises StartupError for a folder that
+    key_seed: the model's fingerprint, "|", and what else decides the bytes of a block, which `format_name` names for
+    people. wake: called from the disk tier's threads when it has done something. Raises StartupError for a folder that
     cannot be used.
     """
     num_slots = (sizes.num_slots,) * len(kv_format.groups)
@@ -91,4 +96,6 @@ def open_tiers(
         wake=wake,
         log=lambda line: log("warning", line),
     )
-    return Tiers(arena, disk, num_slots)
+    others = remember_format(disk.folder, key_seed, format_name, lambda line: log("warning", line))
+    of_this_model = key_seed.partition(b"|")[0] + b"|"
+    return Tiers(arena, disk, num_slots, tuple(each for each in others if each[0].startswith(of_this_model)))

@@ -174,6 +174,10 @@ class DiskLink:
         return not any(thread.is_alive() for thread in self._threads)
 
     @property
+    def folder(self) -> DiskFolder:
+        return self._folder
+
+    @property
     def read_bytes_per_second(self) -> float | None:
         """Measured rate of loads, checksum included; None while nothing was read yet."""
         return self._read_rate.bytes_per_second

@@ -175,7 +175,8 @@ class Scheduler(Operations):
         flight = self._roster.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step_id} is not the one to commit"
         assert result.step_id == plan.step_id, f"result of step {result.step_id} for step {plan.step_id}"
-        now = self.cache.ledger.now = self._clock()
+        now = self._clock()
+        self.cache.ledger.tick()
         events: list[TokenEvent] = []
         self.cache.tiers.land(plan)
         for state, end in flight.restored:

@@ -168,7 +168,7 @@ def test_a_pin_is_taken_back_under_the_name_that_pinned_it() -> None:
     chain.extend(prompt, 96)
     group = driver.cache._groups[0]
     while chain.keys[4] in group.index:
-        group.evict()
+        group.evict("cap")
     assert driver.scheduler.pin("a") == 4
     driver.scheduler.add(make_request("again", prompt, max_tokens=1))
     driver.finish()
