@@ -78,6 +78,9 @@ def marked_lines(pieces: list[tuple[str, bool]], width: int) -> list[Spans]:
     for text, differs in pieces:
         style = "warning-bold" if differs else "text"
         if differs:
+            # The mark stays with what it marks.
+            if used and used + 2 + cell_len(_words(text)[0]) > width:
+                begin_line()
             put("▸", "key")
         for index, line in enumerate(text.expandtabs(4).replace("\r\n", "\n").split("\n")):
             if index:

@@ -16,7 +16,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from kvd.insight import Finding, Miss
-from kvd.tui.format import clean, duration, exact, fit, short_count
+from kvd.tui.format import duration, exact, fit, short_count, short_id
 from kvd.tui.listing import wrap
 from kvd.tui.page import Jump
 from kvd.tui.panel import Spans
@@ -48,7 +48,8 @@ def about(finding: Finding, alike: tuple[Miss, ...], width: int) -> list[Spans]:
         facts.append(("position", f"token {exact(finding.position)} differs first"))
     most_alike = max((miss.num_alike for miss in alike), default=0)
     if most_alike:
-        facts.append(("alike", f"{exact(most_alike)} earlier requests differ at the same place"))
+        requests = "1 earlier request differs" if most_alike == 1 else f"{exact(most_alike)} earlier requests differ"
+        facts.append(("alike", f"{requests} at the same place"))
     lines: list[Spans] = []
     for name, text in facts:
         for index, line in enumerate(wrap(text, width - _NAME_WIDTH, _MAX_LINES)):
@@ -144,5 +145,7 @@ def _line(miss: Miss) -> Content:
     position = exact(miss.position) if miss.position >= 0 else "–"
     numbers = (miss.num_prompt_tokens, miss.num_cached_tokens, miss.lost_tokens)
     return Content(
-        fit(clean(miss.request_id), 34) + "".join(f"{short_count(number):>8}" for number in numbers) + f"{position:>10}"
+        fit(short_id(miss.request_id, 33), 34)
+        + "".join(f"{short_count(number):>8}" for number in numbers)
+        + f"{position:>10}"
     )

@@ -476,6 +476,7 @@ def test_white_space_that_differs_is_visible() -> None:
 
 def test_revealed_text_breaks_between_words() -> None:
     assert texts(marked_lines([("one two three four", False)], 9)) == ["one two ", "three ", "four"]
+    assert texts(marked_lines([("one two ", False), ("three", True)], 12)) == ["one two ", "▸three◂"]
     assert texts(marked_lines([("abcdefgh ij", False)], 5)) == ["abcde", "fgh ", "ij"]
 
 
