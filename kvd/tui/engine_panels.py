@@ -90,7 +90,7 @@ class StepPanel(Panel):
                  f"{step.num_decode_tokens} dec + {step.num_prefill_tokens} pre"),
             fact("prefill", f"{rate(view.prefill_rate)} tok/s", width, "prefill",
                  f"measured {short_count(measured)} tok/s" if measured else "rate not measured yet",
-                 f"of {short_count(measured)}" if measured else ""),
+                 f"{short_count(measured)} measured" if measured else ""),
             fact("decode", f"{rate(view.decode_rate)} tok/s", width, "decode"),
             fact("running", running, width, "text", f"{exact(snapshot.num_waiting)} waiting"),
             fact("steps", exact(snapshot.counters.num_steps), width, "text", spent),

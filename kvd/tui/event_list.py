@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 
-from kvd.tui.format import clean, fit
+from kvd.tui.format import clean, fit, short_id
 from kvd.tui.listing import ListPanel, wrap
 from kvd.tui.panel import Spans, crop, span_width
 from kvd.tui.view import Link, View
@@ -132,8 +132,8 @@ class EventPanel(ListPanel):
             (" " + fit(event.kind, _KIND_WIDTH) + " ", "muted"),
         )
         if width >= _MIN_WIDTH_WITH_ID:
-            # The end of an id is what differs from others.
-            name = clean(request_of(event)[-_ID_WIDTH:])
+            request_id = request_of(event)
+            name = short_id(request_id, _ID_WIDTH) if request_id else ""
             spans = (*spans, (fit(name, _ID_WIDTH) + " ", "bright"))
         room = width - span_width(spans)
         # No more of a message is cleaned and measured than can be seen; what is beyond shows as an ellipsis.

@@ -47,7 +47,7 @@ class EventsPage(Page):
         entries = (
             ("D I W E", "debug, information, warning, error"),
             ("l", "leaves out the quietest that are shown; then shows all again"),
-            ("kind, id", "what happened; the end of the id of the request it is about"),
+            ("kind, id", "what happened; the id of the request that it is about"),
             ("follows", "the newest stays in view; G follows again after moving up"),
         )
         return (("Events", entries),)
