@@ -104,9 +104,13 @@ class Doctor:
                     self._num_dropped += 1
 
     def answered(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """A request that was admitted ended with this answer, which is now cached behind its prompt. Never waits."""
+        """A request that was admitted ended with this answer, now cached behind its prompt. Never waits.
+
+        The last token was never computed, so it is not remembered.
+        """
         with self._gate:
-            self._put(_Answer(request_id, tuple(token_ids)), len(token_ids))
+            answer = _Answer(request_id, tuple(token_ids[:-1]))
+            self._put(answer, len(answer.token_ids))
 
     def _put(self, item: Admission | _Answer, num_tokens: int) -> bool:
         num_waiting_tokens = self._num_tokens_put - self._num_tokens_taken
@@ -179,7 +183,7 @@ class Doctor:
                         return
                     item.set()
                     continue
-                self._num_tokens_taken += len(item.prompt_token_ids if isinstance(item, Admission) else item.token_ids)
+                self._num_tokens_taken += len(item.token_ids if isinstance(item, _Answer) else item.prompt_token_ids)
                 self._wait_for_balance()
                 self._take(generation, item)
         except _Closing:

@@ -75,7 +75,8 @@ async def _ask(console: RemoteConsole, *, shows_prompts: bool) -> tuple[DoctorRe
 
 def worth_saying(report: DoctorReport) -> list[Finding]:
     """The findings that something can be gained from, in their order."""
-    return [finding for finding in report.findings if finding.lost_tokens or finding.cause == "other_format"]
+    found = (finding for finding in report.findings if finding.cause not in ("too_short", "new"))
+    return [finding for finding in found if finding.lost_tokens or finding.cause == "other_format"]
 
 
 def report_lines(report: DoctorReport, examples: Mapping[str, Reveal], root: str) -> list[str]:

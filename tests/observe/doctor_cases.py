@@ -91,7 +91,7 @@ class Clinic:
         self.doctor.admitted([admission])
         if answer:
             self.doctor.answered(request_id, answer)
-        known.append([*prompt, *answer])
+        known.append([*prompt, *answer[:-1]])  # the last token was never computed
         return request_id
 
     def wait(self) -> None:

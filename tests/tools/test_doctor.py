@@ -116,7 +116,7 @@ def test_the_example_in_the_document_is_what_is_printed(capsys: pytest.CaptureFi
     [
         (report_of(), "nothing to report: 42 requests examined; 3% of 71,820 prompt tokens came from\nthe cache\n"),
         (
-            report_of(a_finding(0, cause="too_short"), num_examined=1),
+            report_of(a_finding(9, cause="too_short"), a_finding(0), num_examined=1),
             "nothing to report: 1 request examined; 3% of 71,820 prompt tokens came from the\ncache\n",
         ),
         (DoctorReport((), (), 0, 0, 0, 0, 0, 0.0, 0.0, ()), "nothing to report: 0 requests examined\n"),
