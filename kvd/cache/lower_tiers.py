@@ -277,7 +277,10 @@ class LowerTiers:
                 used = "disk" if step.from_disk else "ram"
                 self._restores.append(BlockTransfer(group_id, own, block.slot))
         place = "partial" if used == "pool" and step.num_copied < BLOCK_SIZE else used
-        brought[place] = brought.get(place, 0) + step.num_copied
+        num_tokens = step.num_copied
+        if step.key is None and step.reaches:
+            num_tokens = step.reaches - step.number * BLOCK_SIZE  # the last block of a swapped-out sequence
+        brought[place] = brought.get(place, 0) + num_tokens
         if sequence.counts_hits:
             if step.num_copied < BLOCK_SIZE:
                 self.hit_tokens["partial"] += step.num_copied

@@ -171,7 +171,7 @@ class CacheManager:
             return Refusal.NO_ROOM
         sequence.num_published = num_shared
         if steps:
-            sequence.restore = Restore(steps, num_shared * BLOCK_SIZE, num_shared * BLOCK_SIZE)
+            sequence.restore = Restore(steps, num_shared * BLOCK_SIZE)
         if self.enable_prefix_caching:
             self._register(sequence, token_ids, num_shared, min(len(token_ids), limit + 1) // BLOCK_SIZE)
         return num_shared * BLOCK_SIZE

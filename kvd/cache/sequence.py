@@ -54,12 +54,11 @@ class RestoreStep:
 class Restore:
     """Steps in order; `num_done` have been planned, for `num_prepared` slots are held or being loaded.
 
-    began, reached  tokens of the sequence that were in place at first, and are when what is planned has been run
-    brought         tokens that the steps brought, by where they came from: pool, partial, ram, disk
+    reached  tokens of the sequence that are in place when what is planned has been run
+    brought  tokens that the steps brought, by where they came from: pool, partial, ram, disk
     """
 
     steps: list[RestoreStep]
-    began: int
     reached: int
     num_done: int = 0
     num_prepared: int = 0

@@ -111,5 +111,5 @@ class Swapper:
             return swapped.num_tokens
         ordered = [steps[number] for number in sorted(steps)]
         ordered[-1].reaches = swapped.num_tokens
-        sequence.restore = Restore(ordered, 0, 0)
+        sequence.restore = Restore(ordered, 0)
         return 0

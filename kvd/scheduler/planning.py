@@ -133,8 +133,9 @@ class Planner:
         restore = state.blocks.restore
         assert restore is not None
         reached = self._cache.tiers.proceed(state.blocks, budget.restores_left)
-        if state.blocks.restore is None and reached > restore.began:
-            self._timelines.add(state, "restored", reached - restore.began, origin_words(restore.brought))
+        if state.blocks.restore is None and restore.brought:
+            num_brought = sum(restore.brought.values())
+            self._timelines.add(state, "restored", num_brought, origin_words(restore.brought))
         if reached <= state.num_planned:
             return
         budget.restores_left -= (reached - state.num_planned) // BLOCK_SIZE
