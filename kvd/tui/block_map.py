@@ -7,12 +7,11 @@ the character says.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 from string import ascii_uppercase
 from typing import Literal
-
-from textual.timer import Timer
 
 from kvd.insight import BlockMap, MapCell
 from kvd.tui import glyphs
@@ -24,14 +23,8 @@ from kvd.tui.view import Link, View
 MapMode = Literal["owner", "sharing", "age"]
 MODES: tuple[MapMode, ...] = ("owner", "sharing", "age")
 
-MAX_CELLS = 2048
-"""More take longer to ask for, and say no more to a person."""
-
-SPANS_PER_FRAME = 120
-"""Where no cell looks like its neighbour, painting a whole map at once would hold up the event loop for 7 ms."""
-
-_FRAME_SECONDS = 1 / 60
-_CELLS_LIKE_A_SPAN = 16  # so many cells take as long to look at as a span takes to paint
+MAX_CELLS = 1024
+"""More would hold up the event loop for longer than 2 ms, and say no more to a person."""
 
 _MAX_CELL_WIDTH = 3
 _MIN_HEIGHT_WITH_TWO_LEGEND_LINES = 9
@@ -47,6 +40,7 @@ _AGES = (
     (3600.0, "▃", "prefill-1", "<1h"),
     (float("inf"), "▁", "prefill-0", "older"),
 )
+_AGE_BOUNDS = tuple(below for below, _, _, _ in _AGES[:-1])
 _SUBTITLES: dict[MapMode, str] = {
     "owner": "by owner; small letter: only cached",
     "sharing": "by sharing",
@@ -124,7 +118,8 @@ def by_age(cell: MapCell) -> Span:
         return "█", "active"
     if not cell.num_cached:
         return _FREE, "free"
-    return next((sign, style) for below, sign, style, _ in _AGES if cell.idle_seconds < below)
+    _, sign, style, _ = _AGES[bisect_right(_AGE_BOUNDS, cell.idle_seconds)]
+    return sign, style
 
 
 def draw_cells(cells: Sequence[MapCell], mode: MapMode, numbers: tuple[int, ...], cell_width: int) -> Spans:
@@ -153,9 +148,6 @@ class BlockMapPanel(Panel):
         """Why there is no map."""
         self._drawn: list[Spans] = []  # the lines of this map so far
         self._drawn_as: tuple[object, ...] = ()
-        self._is_behind = False
-        self._spans_left: int | None = None  # None: no limit
-        self._next_frame: Timer | None = None
 
     @property
     def num_cells(self) -> int:
@@ -218,19 +210,6 @@ class BlockMapPanel(Panel):
         lines += [()] * (rows - len(lines))
         return [*lines, *flow(self._legend(block_map, 24 if legend_lines > 1 else 12), width, legend_lines)]
 
-    def redraw(self) -> int:
-        """Repaint as much as may be painted in one frame; what is left follows in the next frames."""
-        self._spans_left = SPANS_PER_FRAME
-        num_changed = super().redraw()
-        self._spans_left = None
-        if self._is_behind and self._next_frame is None:
-            self._next_frame = self.set_timer(_FRAME_SECONDS, self._catch_up)
-        return num_changed
-
-    def _catch_up(self) -> None:
-        self._next_frame = None
-        self.redraw()
-
     def _cells(self, block_map: BlockMap, width: int, num_rows: int) -> list[Spans]:
         # A map that was asked for before the terminal grew smaller is cut off until the next one comes.
         columns, cell_width = layout(len(block_map.cells), width, num_rows)
@@ -238,16 +217,10 @@ class BlockMapPanel(Panel):
         if self._drawn_as != key:
             self._drawn_as, self._drawn = key, []
         num_rows = min(num_rows, -(-len(block_map.cells) // columns))
-        self._is_behind = False
         while len(self._drawn) < num_rows:
-            if self._spans_left is not None and self._spans_left <= 0:
-                self._is_behind = True
-                return self._drawn + self._lines[len(self._drawn) : num_rows]
             start = len(self._drawn) * columns
-            line = draw_cells(block_map.cells[start : start + columns], self.mode, self._numbers, cell_width)
-            self._drawn.append(line)
-            if self._spans_left is not None:
-                self._spans_left -= len(line) + columns // _CELLS_LIKE_A_SPAN
+            cells = block_map.cells[start : start + columns]
+            self._drawn.append(draw_cells(cells, self.mode, self._numbers, cell_width))
         return self._drawn[:num_rows]
 
     def _legend(self, block_map: BlockMap, name_width: int) -> list[Spans]:
