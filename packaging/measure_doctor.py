@@ -1,25 +1,25 @@
-"""What the prefix doctor costs: processor time per prompt, memory, and for how long it keeps other threads waiting.
+"""What the prefix doctor costs: processor time per prompt, memory, and the longest time for which others have to wait.
 
 python packaging/measure_doctor.py [number of remembered prompts] [their length]
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 from kvd.insight import Admission
-from kvd.observe.doctor import Doctor
 from kvd.observe.doctor_causes import diagnose
 from kvd.observe.doctor_memory import PromptMemory
 from kvd.observe.doctor_passages import encode
 
 VOCABULARY = 49_000
-SWITCH_INTERVAL_SECONDS = 0.0002
 NUM_PROMPTS = 60
 GENERATOR = random.Random(1)
 
@@ -94,43 +94,49 @@ def measure_each(num_remembered: int, length: int) -> None:
         print(f"  {name}: {statistics.median(spent) * 1e6:,.0f} µs, at most {max(spent) * 1e6:,.0f} µs")
 
 
-def longest_pause(seconds: float) -> list[float]:
-    """Milliseconds between the turns of a thread that only looks at the clock: median, 99.9%, longest."""
-    pauses = []
-    end = last = time.perf_counter()
-    end += seconds
-    while last < end:
-        now = time.perf_counter()
-        pauses.append(now - last)
-        last = now
-    pauses.sort()
-    picked = pauses[len(pauses) // 2], pauses[int(len(pauses) * 0.999)], pauses[-1]
-    return [pause * 1e3 for pause in picked]
+class Pieces:
+    """Processor time between any two lines of Python: within it, no other thread gets the interpreter."""
+
+    def __init__(self) -> None:
+        self.longest: dict[str, float] = {}
+        self._began = 0.0
+        self._where = ""
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Callable[[FrameType, str, object], Any]:
+        spent = time.thread_time() - self._began
+        if self._where and spent > self.longest.get(self._where, 0.0):
+            self.longest[self._where] = spent
+        self._where = f"{frame.f_code.co_name} in {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        self._began = time.thread_time()
+        return self.trace
 
 
-def measure_others() -> None:
-    """What another thread notices of a doctor that works all the time."""
-    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-    print("pauses of another thread in ms (median, 99.9%, longest)")
-    print("  nobody works:", *(f"{pause:.3f}" for pause in longest_pause(5.0)))
-    doctor = Doctor(decode, share=1.0)
-    told = [admission(number, (tokens(length), 0)) for number, length in enumerate([1000, 8000, 60_000] * 10)]
-    is_over = threading.Event()
-
-    def hand_over() -> None:
-        while not is_over.is_set():
-            doctor.admitted(told)
-            doctor.wait(60.0)
-
-    thread = threading.Thread(target=hand_over)
-    thread.start()
-    print("  the doctor works:", *(f"{pause:.3f}" for pause in longest_pause(5.0)))
-    is_over.set()
-    thread.join()
-    doctor.close()
+def measure_pieces() -> None:
+    """Long prompts that are new, differ, go on, and were shuffled, traced line by line; no garbage is collected."""
+    long = tokens(100_000)
+    shuffled = [token for part in (3, 1, 2, 0, 5, 4, 9, 8, 7, 6) for token in long[part * 10_000 : (part + 1) * 10_000]]
+    prompts: list[Prompt] = [
+        (long, 0), (tokens(10) + long, 3), (long[:50_000] + tokens(10) + long[50_000:], 50_000),
+        (long + tokens(40), 100_000), (shuffled, 0),
+    ]  # fmt: skip
+    told = [admission(number, prompt) for number, prompt in enumerate(prompts)]
+    memory, pieces = PromptMemory(4_000_000), Pieces()
+    gc.collect()
+    gc.disable()
+    sys.settrace(pieces.trace)
+    for each in told:
+        data = encode(each.prompt_token_ids)
+        diagnose(memory, each, data, decode, no_pace)
+        memory.add(each.request_id, "client", "chat", "", 0.0, data, no_pace)
+        memory.answered(each.request_id, encode(long[:3000]), no_pace)
+    sys.settrace(None)
+    gc.enable()
+    print("longest pieces of work in which no other thread runs")
+    for where, seconds in sorted(pieces.longest.items(), key=lambda piece: -piece[1])[:3]:
+        print(f"  {seconds * 1e3:.2f} ms: {where}")
 
 
 if __name__ == "__main__":
     sizes = [int(word) for word in sys.argv[1:]] or [1000, 8000]
     measure_each(*sizes)
-    measure_others()
+    measure_pieces()
