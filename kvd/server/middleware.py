@@ -154,8 +154,14 @@ async def add_common_headers(request: web.Request, response: web.StreamResponse)
             headers["Access-Control-Allow-Private-Network"] = "true"
 
 
+def _is_watching(request: web.Request) -> bool:
+    """Whether it only looks at the server, as probes, scrapers and dashboards do several times a second."""
+    path = request.path
+    return path in OPEN_PATHS or (request.method == "GET" and path.removeprefix("/v1").startswith("/kvd/"))
+
+
 def _log(request: web.Request, status: int, started: float) -> None:
-    level = logging.DEBUG if request.path in OPEN_PATHS and status < 400 else logging.INFO
+    level = logging.DEBUG if _is_watching(request) and status < 400 else logging.INFO
     logger.log(
         level,
         "%s %s %d %.0f ms %s %s",

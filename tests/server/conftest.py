@@ -86,7 +86,7 @@ class Harness:
 
         Where it names no model, as few tests are about models, it asks for the one that is served.
         """
-        if isinstance(body, dict) and path.endswith("/completions"):
+        if isinstance(body, dict) and path.partition("?")[0].endswith("/completions"):
             body = {"model": MODEL, **body}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         async with self.session.request(method, self.url + path, data=data, headers=headers) as response:

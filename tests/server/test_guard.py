@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import openai
@@ -193,3 +194,18 @@ async def test_keys_and_queries_are_never_logged(start_server: StartServer, log_
     await harness.post("/v1/chat/completions?token=SECRET", {"messages": USER}, headers=headers)
     assert await log_lines.find("/v1/chat/completions 200")
     assert not any("key-a" in line or "SECRET" in line or "Hi" in line for line in log_lines.lines)
+
+
+async def test_who_only_watches_fills_no_log(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    """A dashboard asks several times a second; what it does, and what fails, is told all the same."""
+    with caplog.at_level(logging.INFO, logger="kvd.server"):
+        for path in ("/kvd/snapshot", "/v1/kvd/blocks", "/health", "/metrics"):
+            async with harness.session.get(harness.url + path) as response:
+                assert response.status == 200
+        assert not caplog.messages
+        await harness.call("GET", "/kvd/requests/nobody/timeline")
+        await harness.call("POST", "/kvd/cache/reset")
+    assert [message.split()[1:3] for message in caplog.messages] == [
+        ["/kvd/requests/nobody/timeline", "404"],
+        ["/kvd/cache/reset", "200"],
+    ]
