@@ -15,10 +15,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, Unpack, cast
 
 from aiohttp import web
 
@@ -27,6 +28,7 @@ from kvd.config_check import is_inline_template
 from kvd.config_load import LoadedConfig
 from kvd.core import KVEviction
 from kvd.errors import CheckpointError, ConfigError, StartupError, UnsupportedModel
+from kvd.insight import Admission
 from kvd.log import EventSink, Logging, get_logger, setup
 from kvd.model.files import ModelFiles
 from kvd.model.loading import read_spec, resolve_model
@@ -42,12 +44,15 @@ from kvd.views import EngineInfo
 # that does not exist is said at once.
 if TYPE_CHECKING:
     from kvd.engine.engine import Engine
+    from kvd.observe.host_facts import HostWatch
     from kvd.server.settings import ServerSettings
     from kvd.text.text_model import TextModel
 
 SWITCH_INTERVAL_SECONDS = 0.0002
 """How long a thread that comes back from C may wait for the interpreter; a decode step is shorter than the
 default of 5 ms."""
+
+Level = Literal["debug", "info", "warning", "error"]
 
 _KEY_SOURCES = ("api_key", "api_key_file")
 
@@ -64,12 +69,18 @@ def run(loaded: LoadedConfig) -> int:
     for notice in loaded.notices:
         log.warning(notice)
     sockets = open_sockets(config.host, config.port)
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(close_all, sockets)
         with _sigterm_interrupts(), contextlib.closing(WaitingRoom(sockets)):
-            engine, text, settings = load(config)
+            model = open_model(config)
+            from kvd.observe.doctor import Doctor
             from kvd.server.app import build_app
 
-            app = build_app(engine, text, config=settings, event_log=events)
+            doctor = ending.enter_context(contextlib.closing(Doctor(model.text.decode)))
+            engine = build(config, model, on_admission=doctor.admitted, on_event=_recorder(events))
+            settings = server_settings(config, engine.info, model.files)
+            host = watch_host().latest
+            app = build_app(engine, model.text, config=settings, event_log=events, doctor=doctor, host=host)
             service = _Service(
                 config,
                 engine,
@@ -82,8 +93,6 @@ def run(loaded: LoadedConfig) -> int:
         for line in budget_lines(engine.info):
             print(line, file=sys.stderr)
         return asyncio.run(service.run())
-    finally:
-        close_all(sockets)
 
 
 def wants_dashboard(config: Config) -> bool:
@@ -99,34 +108,68 @@ def wants_dashboard(config: Config) -> bool:
 # --------------------------------------------------------------------------- loading
 
 
+class Observers(TypedDict, total=False):
+    """Who hears of what the engine does; see `kvd.engine.engine.Engine`."""
+
+    on_admission: Callable[[Sequence[Admission]], None]
+    on_event: Callable[[Level, str, str, str | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint that was found, its shape, and its tokenizer and template."""
+
+    files: ModelFiles
+    spec: ModelSpec
+    text: TextModel
+
+
 def load(config: Config) -> tuple[Engine, TextModel, ServerSettings]:
-    """Resolve, read and pack the model. Raises StartupError and its children."""
-    home = config.home_path
-    progress = TerminalProgress()
-    files = resolve_model(config.model, home=home, revision=config.revision, progress=progress)
+    """Find, read and pack the model, for an engine that nobody watches. Raises StartupError and its children."""
+    model = open_model(config)
+    engine = build(config, model)
+    return engine, model.text, server_settings(config, engine.info, model.files)
+
+
+def open_model(config: Config) -> Model:
+    """Find the model, and read all of it but the weights. Raises StartupError and its children."""
+    files = resolve_model(config.model, home=config.home_path, revision=config.revision, progress=TerminalProgress())
     spec = read_spec(files)
     _check_quantization(config, spec)
+    text = open_text(config, files)
+    log.info(text.describe_parsers())
+    return Model(files, spec, text)
 
+
+def build(config: Config, model: Model, **observers: Unpack[Observers]) -> Engine:
+    """Read and pack the weights, and wire the engine. Raises StartupError and its children."""
     from kvd.engine.build import build_engine
     from kvd.observe.nvml import DeviceWatch
 
-    text = open_text(config, files)
-    log.info(text.describe_parsers())
     engine_log = get_logger("engine")
     levels = {"debug": 10, "info": 20, "warning": 30, "error": 40}
     try:
         engine = build_engine(
             config,
-            files,
-            spec,
-            home=home,
-            progress=progress,
+            model.files,
+            model.spec,
+            home=config.home_path,
+            progress=TerminalProgress(),
             log=lambda level, message: engine_log.log(levels[level], "%s", message),
             watch=lambda device_id: DeviceWatch(device_id).latest,
+            **observers,
         )
     except FloatingPointError as error:
         raise CheckpointError(f"{config.model}: the weights drive a first step beyond float32: {error}") from error
-    return engine, text, server_settings(config, engine.info, files)
+    return engine
+
+
+def watch_host() -> HostWatch:
+    """Facts about this machine, with the memory that the engine's budget counts as free."""
+    from kvd.engine.host_memory import available_bytes, resident_bytes
+    from kvd.observe.host_facts import HostReader, HostWatch
+
+    return HostWatch(lambda: HostReader(available_bytes=available_bytes, resident_bytes=resident_bytes))
 
 
 def open_text(config: Config, files: ModelFiles) -> TextModel:
@@ -210,7 +253,14 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 def _sink(events: EventLog) -> EventSink:
     def add(level: str, kind: str, message: str) -> None:
-        events.add(cast(Literal["debug", "info", "warning", "error"], level), kind, message)
+        events.add(cast(Level, level), kind, message)
+
+    return add
+
+
+def _recorder(events: EventLog) -> Callable[[Level, str, str, str | None], None]:
+    def add(level: Level, kind: str, message: str, request_id: str | None) -> None:
+        events.add(level, kind, message, request_id)
 
     return add
 
