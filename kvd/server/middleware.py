@@ -161,7 +161,8 @@ def _is_watching(request: web.Request) -> bool:
 
 
 def _log(request: web.Request, status: int, started: float) -> None:
-    level = logging.DEBUG if _is_watching(request) and status < 400 else logging.INFO
+    is_dull = _is_watching(request) and (status < 400 or status == CLIENT_LEFT)
+    level = logging.DEBUG if is_dull else logging.INFO
     logger.log(
         level,
         "%s %s %d %.0f ms %s %s",

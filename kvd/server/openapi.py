@@ -97,7 +97,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/kvd/blocks"): Operation(
         "What the blocks of the KV cache hold",
         query=_whole("cells", 1, insight.MAX_CELLS, insight.DEFAULT_CELLS) | _whole("group", 0, insight.MAX_GROUPS, 0),
-        errors=(404,),
     ),
     ("GET", "/kvd/doctor"): Operation("Why prompts missed the cache, and what to change", errors=(404,)),
     ("GET", "/kvd/reveal/{name}"): Operation("Prompt text behind a prefix or a miss", errors=(404,)),

@@ -5,6 +5,7 @@ Invariant: no line is wider than asked for, and none has a control character, wh
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
@@ -30,6 +31,7 @@ from kvd.views import RequestView
 
 MAX_REQUESTS = 10
 
+_INDENT = " " * len("doctor: ")
 _BADGES = {"error": "ERROR", "warning": "warning", "info": "note", "none": "ok"}
 _COLUMNS = ((9, "STATE"), (7, "PROMPT"), (4, "HIT"), (7, "OUTPUT"), (6, "TOK/S"), (6, "TTFT"), (5, "AGE"))
 """Width and title of the figures behind a client's name; the first is a word, the others are numbers."""
@@ -46,7 +48,7 @@ def status_lines(view: View, report: DoctorReport | None, link: Link, width: int
         *_figures(view),
         *_requests(view, width),
         f"{_BADGES[alert.severity]}: {next((text for text in alert.texts if len(text) < width - 9), alert.texts[-1])}",
-        *_finding(report),
+        *_finding(report, width),
     ]
     return [fit(line, width).rstrip() for line in lines]
 
@@ -123,12 +125,13 @@ def _cells(row: RequestView) -> tuple[str, ...]:
     )
 
 
-def _finding(report: DoctorReport | None) -> Iterator[str]:
+def _finding(report: DoctorReport | None, width: int) -> Iterator[str]:
     if report is None:
         return
     if not report.findings:
         yield f"doctor: no avoidable misses in {exact(report.num_examined)} requests"
         return
     first = report.findings[0]
-    yield f"doctor: {exact(first.lost_tokens)} tokens lost in {exact(first.num_requests)} requests: {first.words}"
-    yield f"        {first.advice}"
+    lost = f"{exact(first.lost_tokens)} tokens lost in {exact(first.num_requests)} requests"
+    for words, indent in ((f"doctor: {lost}: {first.words}", ""), (first.advice, _INDENT)):
+        yield from textwrap.wrap(clean(words), width, initial_indent=indent, subsequent_indent=_INDENT)

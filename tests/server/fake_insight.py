@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvd.errors import RequestError
 from kvd.insight import BlockMap, DoctorReport, Finding, MapCell, Miss, Reveal, Timeline, TimelineEntry
 
 TIMELINE = Timeline(
@@ -20,9 +21,8 @@ TIMELINE = Timeline(
     ),
 )
 MISS = Miss("req-missed", "tests", "chat", 1_700_000_000.0, "volatile_line", 100, 14, 80, 14, 41, "differs at token 14")
-FINDING = Finding(
-    "volatile_line", "tests", "chat", 41, 3280, 1.5, 14, "differs at token 14", "move the date to the end", "req-missed"
-)
+ADVICE = "move the date to the end, behind everything that stays the same from one request to the next"
+FINDING = Finding("volatile_line", "tests", "chat", 41, 3280, 1.5, 14, "differs at token 14", ADVICE, "req-missed")
 COUNTS = (("volatile_line", 41, 3280), ("new", 3, 0))
 
 
@@ -39,6 +39,8 @@ class InsightOfEngine:
         self.dropped: list[str] = []
 
     async def block_map(self, max_cells: int, group_id: int = 0) -> BlockMap:
+        if group_id >= self.num_groups:
+            raise RequestError(f"there are {self.num_groups} groups", param="group")
         num_cells = min(max_cells, 10)
         num_blocks, cell = 10 * num_cells, MapCell(2, 3, 5, 1, 0, 0, 1.5)
         return BlockMap(group_id, self.num_groups, num_blocks, 10, ("tests",), (8 * num_cells,), (cell,) * num_cells)

@@ -202,6 +202,8 @@ async def test_who_only_watches_fills_no_log(harness: Harness, caplog: pytest.Lo
         for path in ("/kvd/snapshot", "/v1/kvd/blocks", "/health", "/metrics"):
             async with harness.session.get(harness.url + path) as response:
                 assert response.status == 200
+        async with harness.session.get(harness.url + "/kvd/events") as response:
+            await response.content.readuntil(b"\n\n")
         assert not caplog.messages
         await harness.call("GET", "/kvd/requests/nobody/timeline")
         await harness.call("POST", "/kvd/cache/reset")

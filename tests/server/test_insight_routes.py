@@ -141,7 +141,7 @@ async def test_drop(harness: Harness) -> None:
     ("path", "name", "values"),
     [
         ("/kvd/blocks", "cells", ["0", "16385", "x", "-1"]),
-        ("/kvd/blocks", "group", ["-1", "x", "1001"]),
+        ("/kvd/blocks", "group", ["-1", "x", "1001", "2"]),
         ("/kvd/timelines", "limit", ["0", "1001", "x"]),
         ("/kvd/log", "limit", ["0", "1001", "1.5"]),
         ("/kvd/events", "interval", ["0", "0.05", "61", "x", "nan", "-1", "1e3", ""]),
