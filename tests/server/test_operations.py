@@ -54,7 +54,7 @@ async def test_wildcard_name_accepts_all(start_server: StartServer) -> None:
 async def test_served_names_replace_the_engine_s(start_server: StartServer) -> None:
     harness = await start_server(served_names=("mine",))
     assert (await harness.post("/v1/chat/completions", {"messages": USER, "model": MODEL}))[0] == 404
-    _, answer = await harness.post("/v1/chat/completions", {"messages": USER})
+    _, answer = await harness.post("/v1/chat/completions", {"messages": USER, "model": "mine"})
     assert answer["model"] == "mine"
 
 
