@@ -24,7 +24,7 @@ PREFLIGHT = {
 def real_paths() -> list[tuple[str, str]]:
     """Every route with its variables filled in, with and without /v1."""
     return [
-        (method, prefix + path.replace("{model:.+}", MODEL).replace("{request_id}", "none"))
+        (method, prefix + path.replace("{model:.+}", MODEL).replace("{request_id}", "none").replace("{name}", "none"))
         for method, path, _ in ROUTES
         for prefix in ("", "/v1")
     ]
