@@ -6,9 +6,10 @@ Invariants: an indexed block is active or cached, never free; a cached one is al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd.cache.block_pool import BlockPool
+from kvd.cache.block_pool import CACHED, BlockPool
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.ledger import OTHERS, EvictionReason, Ledger
 from kvd.cache.prefix_index import IndexedBlock, PrefixIndex, is_beginning
@@ -139,6 +140,20 @@ class LayerGroup:
         block.kept_until = max(block.kept_until, until)
         if is_cached:
             self.policy.add(block)
+
+    def note_hits(self, blocks: Sequence[IndexedBlock]) -> None:
+        """For the reuse gaps: the blocks of a chain, in order, were found."""
+        if not blocks:
+            return
+        self.index.ends.was_hit(blocks[-1])
+        # A chain is mostly used as a whole, so there are few different times.
+        now, states, used = self.ledger.now, self.pool.states, self.records.used
+        times: dict[float, int] = {}
+        for block in blocks:
+            block_id = block.block_id
+            time = used[block_id] if states[block_id] == CACHED else now
+            times[time] = times.get(time, 0) + 1
+        self.ledger.hit(times)
 
     def last_used(self, block: IndexedBlock) -> float:
         """When an indexed block was used last: now, if it is in use."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
@@ -207,10 +206,7 @@ class CacheManager:
             for block in blocks:
                 if block is not None:
                     block.num_hits += 1
-        group, hits = self._groups[0], [block for block in found[0] if block is not None]
-        if hits:
-            group.index.ends.was_hit(hits[-1])
-            self.ledger.hit(Counter(map(group.last_used, hits)))
+        self._groups[0].note_hits([block for block in found[0] if block is not None])
 
     def _bring_back(self, sequence: SequenceBlocks, num_total: int, num_spare_blocks: int) -> int | Refusal:
         """Blocks for a swapped-out sequence: those that the pool still has, and a restore for the others."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from kvd.cache.manager import KEY_BYTES, CacheManager, PhysicalBlock
-from kvd.core import BLOCK_SIZE, FinishReason, Request, Sample, StepPlan, TokenEvent
+from kvd.core import FinishReason, Request, Sample, StepPlan, TokenEvent
 from kvd.scheduler.config import SchedulerConfig
 from kvd.scheduler.request_state import RequestState
 from kvd.scheduler.tally import Tally
@@ -68,20 +68,6 @@ class Roster:
         self._cache = cache
         self._tally = tally
         self._timelines = timelines
-
-    @property
-    def num_waste_tokens(self) -> int:
-        """Room behind the last computed token in the blocks of the first group that running requests hold."""
-        waste = 0
-        for state in self.running:
-            numbers = state.blocks.numbers[0]
-            waste += max(0, (numbers[-1] + 1) * BLOCK_SIZE - state.num_computed) if numbers else 0
-        return waste
-
-    def oldest_waiting_seconds(self, now: float) -> float:
-        """Since the arrival of the request that has waited longest for its first step; 0 where none does."""
-        arrivals = [state.request.arrival_time for state in self.states.values() if state.first_scheduled is None]
-        return now - min(arrivals) if arrivals else 0.0
 
     def add(self, state: RequestState) -> None:
         self.states[state.request.request_id] = state
