@@ -161,7 +161,7 @@ def wire_engine(
         cache = allocate_cache(kv_format, pool.num_blocks, ops.device)
         tiers = open_tiers(
             config, kv_format, tier_sizes, ops, key_seed=key_seed.encode(),
-            format_name=f"{resolved_kv_dtype(config.kv_cache_dtype)} ({ops.label})",
+            format_name=f"{resolved_kv_dtype(config.kv_cache_dtype)} ({ops.name})",
             wake=lambda: wake_all(engines), log=log,
         )  # fmt: skip
         runner = make_runner(cache, tiers.arena, observer)
