@@ -133,8 +133,8 @@ def test_leaves_need_the_standard_library_alone() -> None:
 
 
 DEVICE_NAMES = ("cuda", "gpu", "triton", "cpu", "reference")
-KNOWS_BACKENDS = ("kvd.engine.backend", "kvd.config", "kvd.config_*", "kvd.tools", "kvd.cli")
-"""The place that chooses a backend, the settings that name one, and commands that compare some."""
+KNOWS_BACKENDS = ("kvd.engine.backend", "kvd.config", "kvd.config_*", "kvd.tools", "kvd.cli", "kvd.tui.device")
+"""The place that chooses a backend, the settings that name one, commands that compare some, and what tells people."""
 
 
 def device_questions(path: Path) -> Iterator[str]:

@@ -54,9 +54,10 @@ class EventLog:
             return events
         return events[-limit:] if limit > 0 else ()
 
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` for every event from now on; the returned function ends that and may be called
-        twice.
+    def subscribe(self, subscriber: Subscriber, *, recent: int = 0) -> Callable[[], None]:
+        """Call `subscriber` for the newest `recent` events, then for every one from now on, with none left out between.
+
+        The returned function ends that and may be called twice.
 
         The subscriber runs in the thread that adds the event, so it must be quick and must not raise: one
         that belongs to an event loop passes the event on with `call_soon_threadsafe`.
@@ -64,6 +65,8 @@ class EventLog:
         with self._lock:
             number = self._next_subscriber
             self._next_subscriber += 1
+            for event in self.recent(recent):
+                subscriber(event)
             self._subscribers[number] = subscriber
 
         def unsubscribe() -> None:

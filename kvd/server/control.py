@@ -38,8 +38,8 @@ async def events(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     low, high = SNAPSHOT_SECONDS
     interval_seconds = query_seconds(request, "interval", state.settings.snapshot_seconds, low, high)
-    backlog: deque[LogEvent] = deque(state.event_log.recent(EVENT_BACKLOG), maxlen=EVENT_BACKLOG)
-    unsubscribe = state.event_log.subscribe(backlog.append)
+    backlog: deque[LogEvent] = deque(maxlen=EVENT_BACKLOG)
+    unsubscribe = state.event_log.subscribe(backlog.append, recent=EVENT_BACKLOG)
     try:
         response = web.StreamResponse(headers=_SSE_HEADERS)
         await response.prepare(request)

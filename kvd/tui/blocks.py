@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvd.core import BLOCK_SIZE
 from kvd.tui.charts import EIGHTHS, divide, levels
+from kvd.tui.device import pool_name
 from kvd.tui.format import exact, fit, percent, short_count, size
 from kvd.tui.palette import gradient
 from kvd.tui.panel import Panel, Span, Spans, crop
@@ -43,7 +44,7 @@ def tiers_of(snapshot: Snapshot) -> list[Tier]:
     """The pool, and the tiers below it that there are. The disk is full when its bytes are, so bytes are its unit."""
     block_bytes = snapshot.info.budget.block_bytes
     pool = (snapshot.num_blocks_active, snapshot.num_blocks_cached, snapshot.num_blocks_free)
-    tiers = [Tier("GPU" if snapshot.info.device.startswith("cuda") else "pool", pool, block_bytes)]
+    tiers = [Tier(pool_name(snapshot.info), pool, block_bytes)]
     if snapshot.num_ram_blocks:
         held = min(snapshot.num_ram_blocks_held, snapshot.num_ram_blocks_used)
         idle, free = snapshot.num_ram_blocks_used - held, snapshot.num_ram_blocks - snapshot.num_ram_blocks_used

@@ -19,6 +19,11 @@ def computes_on(info: EngineInfo, facts: DeviceFacts | None) -> str:
     return info.device
 
 
+def pool_name(info: EngineInfo) -> str:
+    """What to call the KV pool: by the card's memory, where it lies there."""
+    return "GPU" if info.device.startswith("cuda") else "pool"
+
+
 def device_line(facts: DeviceFacts | None, width: int) -> str:
     """Utilisation, memory, power, temperature, clock and why it is throttled: as many of these as fit; empty without
     a device. What the driver does not tell reads n/a.

@@ -130,6 +130,31 @@ def test_subscribers_see_every_later_event_once() -> None:
     assert seen == [event]
 
 
+def test_a_subscriber_that_wants_the_latest_ones_misses_none_in_between() -> None:
+    """Somebody adds events all the time; what comes is a run of numbers without a gap."""
+    log, seen = EventLog(), list[LogEvent]()
+    stop = threading.Event()
+
+    def add_for_ever() -> None:
+        number = 0
+        while not stop.is_set():
+            log.add("info", "kind", str(number))
+            number += 1
+
+    thread = threading.Thread(target=add_for_ever)
+    thread.start()
+    for _ in range(50):
+        seen.clear()
+        log.subscribe(seen.append, recent=3)()
+        numbers = [int(event.message) for event in seen]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+    stop.set()
+    thread.join()
+    log.subscribe(seen.append, recent=2)
+    last = log.add("info", "kind", "last")
+    assert [event.message for event in seen[-3:]] == [*(e.message for e in log.recent(3)[:2]), last.message]
+
+
 def test_threads_lose_nothing() -> None:
     log, seen = EventLog(capacity=10_000), list[LogEvent]()
     log.subscribe(seen.append)
