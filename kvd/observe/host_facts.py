@@ -1,20 +1,20 @@
 """Facts about the host: processors and memory, out of /proc. Linux; what is not to be read is None. Torch-free.
 
-`HostWatch` owns one thread that reads: on a machine with hundreds of processors a look into /proc takes milliseconds.
-Whoever wants facts gets the latest at once and thereby asks for newer ones; nobody asks, nobody reads.
+`HostWatch` reads in a thread of its own: on a machine with hundreds of processors a look into /proc takes milliseconds.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvd.device_facts import HostFacts
+from kvd.observe.watch import Watch
 
 T = TypeVar("T")
 
@@ -117,41 +117,8 @@ def _ask(question: Callable[[], T]) -> T | None:
         return None
 
 
-class HostWatch:
-    """The latest facts about the host, for any thread. `make_reader` is called once, on the thread that reads."""
+class HostWatch(Watch[HostFacts]):
+    """The latest facts about the host. `make_reader` is called once, on the thread that reads."""
 
     def __init__(self, make_reader: Callable[[], HostReader], *, interval_seconds: float = INTERVAL_SECONDS) -> None:
-        self._make_reader = make_reader
-        self._interval_seconds = interval_seconds
-        self._facts: HostFacts | None = None
-        self._asked_at = float("-inf")
-        self._wanted = threading.Event()
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-
-    def latest(self) -> HostFacts | None:
-        """What was read last, at once; has newer facts read where these are too old. None before the first reading."""
-        now = time.monotonic()
-        if not self._is_closed and now - self._asked_at >= self._interval_seconds:
-            self._asked_at = now
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvd-host", daemon=True)
-                self._thread.start()
-            self._wanted.set()
-        return self._facts
-
-    def close(self) -> None:
-        """End the thread; `latest` then repeats itself."""
-        self._is_closed = True
-        self._wanted.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        reader = self._make_reader()
-        while True:
-            self._wanted.wait()
-            self._wanted.clear()
-            if self._is_closed:
-                return
-            self._facts = reader.read()
+        super().__init__("kvd-host", lambda: nullcontext(make_reader().read), interval_seconds=interval_seconds)

@@ -1,7 +1,7 @@
 """Facts about the NVIDIA device that computes, by NVML. Torch-free.
 
-`DeviceWatch` owns one thread, which alone talks to the driver: a call may take milliseconds, and tens of them on a card
-that wakes up. Whoever wants facts gets the latest at once and thereby asks for newer ones; nobody asks, nobody reads.
+`DeviceWatch` talks to the driver in a thread of its own: a call may take milliseconds, and tens of them on a card that
+wakes up.
 Invariant: no failure of the driver is an exception here; what it does not tell is None.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
 from kvd.device_facts import DeviceFacts
+from kvd.observe.watch import Watch
 
 T = TypeVar("T")
 
@@ -116,10 +115,10 @@ def _text(name: str | bytes) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else name
 
 
-class DeviceWatch:
-    """The latest facts about a device, for any thread.
+class DeviceWatch(Watch[DeviceFacts]):
+    """The latest facts about a device.
 
-    open_library: made the first time somebody asks, on the thread that reads; None: no facts, ever.
+    open_library: called the first time somebody asks, on the thread that reads; None: no facts, ever.
     """
 
     def __init__(
@@ -129,45 +128,17 @@ class DeviceWatch:
         open_library: Callable[[], Any] = open_nvml,
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
-        self._device_id = device_id
-        self._open_library = open_library
-        self._interval_seconds = interval_seconds
-        self._facts: DeviceFacts | None = None
-        self._asked_at = float("-inf")
-        self._wanted = threading.Event()
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
+        def open_reader() -> contextlib.AbstractContextManager[Callable[[], DeviceFacts | None]] | None:
+            library = open_library()
+            return None if library is None else _reading(library, device_id)
 
-    def latest(self) -> DeviceFacts | None:
-        """What was read last, at once; has newer facts read where these are too old. None before the first reading."""
-        now = time.monotonic()
-        if not self._is_closed and now - self._asked_at >= self._interval_seconds:
-            self._asked_at = now
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvd-nvml", daemon=True)
-                self._thread.start()
-            self._wanted.set()
-        return self._facts
+        super().__init__("kvd-nvml", open_reader, interval_seconds=interval_seconds)
 
-    def close(self) -> None:
-        """End the thread; `latest` then repeats itself."""
-        self._is_closed = True
-        self._wanted.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
 
-    def _run(self) -> None:
-        library = self._open_library()
-        if library is None:
-            return
-        try:
-            reader = Reader(library, self._device_id)
-            while True:
-                self._wanted.wait()
-                self._wanted.clear()
-                if self._is_closed:
-                    return
-                self._facts = reader.read()
-        finally:
-            with contextlib.suppress(library.NVMLError):
-                library.nvmlShutdown()
+@contextlib.contextmanager
+def _reading(library: Any, device_id: str) -> Iterator[Callable[[], DeviceFacts | None]]:
+    try:
+        yield Reader(library, device_id).read
+    finally:
+        with contextlib.suppress(library.NVMLError):
+            library.nvmlShutdown()

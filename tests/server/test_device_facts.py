@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvd.device_facts import DeviceFacts
-from kvd.observe import nvml
+from kvd.observe import watch as watching
 from kvd.observe.metrics import MetricsExporter
 from kvd.observe.nvml import THROTTLE_WORDS, DeviceWatch, Reader, open_nvml
 from kvd.server.snapshot_json import decode_snapshot, encode_snapshot
@@ -215,7 +215,7 @@ def test_a_watch_reads_in_a_thread_of_its_own_when_it_is_asked() -> None:
 
 def test_a_watch_reads_no_more_often_than_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 100.0
-    monkeypatch.setattr(nvml.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(watching.time, "monotonic", lambda: clock)
     library = FakeNvml()
     watch = DeviceWatch(UUID, open_library=lambda: library)
     for _ in range(1000):
