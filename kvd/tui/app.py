@@ -36,7 +36,7 @@ from kvd.tui.looks import Looks
 from kvd.tui.machine_page import MachinePage
 from kvd.tui.overview import OverviewPage
 from kvd.tui.page import Do, Jump, Note, Page, Refetch
-from kvd.tui.panel import Panel
+from kvd.tui.panel import FRAME_SECONDS, Panel
 from kvd.tui.picture import save_picture
 from kvd.tui.poller import Poller, SnapshotArrived, SourceLost
 from kvd.tui.question import Question
@@ -49,9 +49,6 @@ log = logging.getLogger(__name__)
 
 PAGES: tuple[type[Page], ...] = (OverviewPage, CachePage, RequestsPage, MachinePage, EventsPage, WhatIfPage)
 """In the order of their keys."""
-
-FRAME_SECONDS = 1 / 60
-"""Textual paints at most this often; what changed between two frames it paints in one go."""
 
 
 class Dashboard(App[Outcome]):
@@ -217,7 +214,8 @@ class Dashboard(App[Outcome]):
             view, link = self._view, self._link()
             self._mark_lost()
             for panel in self._panels:
-                if panel.show(view, link):
+                panel.show(view, link)
+                while panel.is_painting:  # noqa: ASYNC110  # it takes a few frames, and nobody else waits for it
                     await asyncio.sleep(FRAME_SECONDS)
             self.num_paints += 1
 

@@ -2,19 +2,22 @@
 
 A panel's `draw` is a pure function of view, link and size; what it returns is compared with what is on the screen,
 and only lines that differ are repainted. Textual's own widgets would lay out and repaint whole tables twice a
-second in the loop that also serves requests.
+second in the loop that also serves requests. Many lines are repainted over several frames.
 
 Invariant: `show` never raises for any view, however small the panel is, and never asks for a layout.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
+from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -28,6 +31,15 @@ Span = tuple[str, str]
 
 Spans = tuple[Span, ...]
 """One line of a panel."""
+
+
+FRAME_SECONDS = 1 / 40
+"""Textual paints sixty times a second at most, and what changed between two frames it paints in one go: with a little
+more between them, two slices are never painted together.
+"""
+
+CELLS_PER_FRAME = 330
+"""So many cells of one panel at most are painted in one go: more would hold up the loop for longer than 2 ms."""
 
 
 def span_width(spans: Iterable[Span]) -> int:
@@ -64,6 +76,17 @@ def crop(spans: Spans, width: int) -> Spans:
     return tuple(result)
 
 
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """First and last of each run of neighbours in ascending numbers; a region costs more than a line in it."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
 class Panel(Widget):
     """A widget that draws a `View`. Subclasses implement `draw`, and `titles` where they have a border."""
 
@@ -73,6 +96,9 @@ class Panel(Widget):
         self._link: Link | None = None
         self._lines: list[Spans] = []
         self._titles = ("", "")
+        self._waiting: set[int] = set()
+        self.is_painting = False
+        """Some lines are repainted in this frame, or will be in the next ones."""
 
     @property
     def view(self) -> View | None:
@@ -97,7 +123,7 @@ class Panel(Widget):
         return self.redraw()
 
     def redraw(self) -> int:
-        """Repaint the lines that have changed; returns how many those are."""
+        """Repaint the lines that have changed, some per frame; returns how many those are."""
         if self._link is None:
             return 0
         width, height = self.size
@@ -109,13 +135,43 @@ class Panel(Widget):
         changed = [
             y for y in range(max(len(lines), len(old))) if y >= len(old) or y >= len(lines) or lines[y] != old[y]
         ]
-        if changed:
-            self.refresh(*(Region(0, y, width, 1) for y in changed))
+        self._waiting.update(changed)
         titles = self.titles(self._view, self._link)
         if titles != self._titles:
             self._titles = titles
-            self.border_title, self.border_subtitle = titles
+            self._repaint_titles(width, height)
+        if not self.is_painting:
+            self._paint_some()
         return len(changed)
+
+    def _repaint_titles(self, width: int, height: int) -> None:
+        # Assigned to the public names, they would be read as markup, and all of the panel would be repainted.
+        self._border_title, self._border_subtitle = (Content(clean(title)) for title in self._titles)
+        left, top = self.content_offset
+        rows = (-top, self.outer_size.height - top - 1)
+        self.refresh(*(Region(-left, row, self.outer_size.width, 1) for row in rows))
+
+    def _paint_some(self) -> None:
+        """Repaint as many of the lines that wait for it as one frame allows, and the others in the next ones."""
+        width = max(1, self.size.width)
+        lines = sorted(self._waiting)[: max(2, CELLS_PER_FRAME // width)]
+        self._waiting.difference_update(lines)
+        self.is_painting = bool(lines)
+        if lines:
+            self.refresh(*(Region(0, first, width, last - first + 1) for first, last in _runs(lines)))
+            self.in_next_frame(self._paint_some)
+
+    def in_next_frame(self, act: Callable[[], object]) -> None:
+        """Do this when the next frame is due, unless the panel is gone by then.
+
+        Textual's own timers never fire when the loop is late by more than their delay.
+        """
+
+        def act_if_there() -> None:
+            if self.is_attached:
+                act()
+
+        asyncio.get_running_loop().call_later(FRAME_SECONDS, act_if_there)
 
     def on_resize(self) -> None:
         self.redraw()
@@ -124,5 +180,9 @@ class Panel(Widget):
         styles = self.styles_of_line(y)
         width = self.size.width
         spans = self._lines[y] if y < len(self._lines) else ()
-        strip = Strip(Segment(clean(text), styles.get(style, STYLES["text"])) for text, style in spans if text)
+        # Neighbours of one style are one segment: what a line costs is its segments.
+        runs = groupby((span for span in spans if span[0]), key=lambda span: span[1])
+        strip = Strip(
+            Segment(clean("".join(text for text, _ in run)), styles.get(style, STYLES["text"])) for style, run in runs
+        )
         return strip.adjust_cell_length(width, styles["text"])

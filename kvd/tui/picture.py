@@ -3,7 +3,7 @@
 Textual's own export draws blocks and boxes as letters of a font that it fetches from elsewhere; with any other font
 there are seams between them. Here they are shapes, so that the file looks like a terminal and needs nothing else.
 
-Invariant: the file depends on what is shown alone; the same screen gives the same bytes.
+Invariant: the file depends on what is shown alone, not on how that was put together; one screen gives the same bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def picture(app: App[Any]) -> str:
     texts: list[str] = []
     for row, strip in enumerate(strips):
         column = 0
-        for segment in strip:
+        for segment in strip.simplify():
             if not segment.control:
                 _draw(shapes, texts, segment.text, segment.style or Style.null(), column, row)
                 column += cell_len(segment.text)

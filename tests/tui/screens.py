@@ -13,6 +13,7 @@ from textual.strip import Strip
 
 from kvd.tui.app import Dashboard, Outcome
 from kvd.tui.page import Page
+from kvd.tui.panel import Panel
 from kvd.views import Snapshot
 from tests.tui.fakes import FakeConsole
 
@@ -47,12 +48,19 @@ class Screen:
             await asyncio.sleep(0.005)
         raise AssertionError(f"never came true; on the screen:\n{self.text}")
 
+    async def settle(self) -> None:
+        """Until everything is painted that has changed."""
+        await self.pilot.pause()
+        main = self.app.screen_stack[0]
+        await self.until(lambda: not any(panel.is_painting for panel in main.query(Panel)))
+        await self.pilot.pause()
+
     async def refresh(self) -> None:
         """One more poll, painted."""
         calls, paints = self.console.num_calls, self.app.num_paints
         self.app.poll_now()
         await self.until(lambda: self.console.num_calls > calls and self.app.num_paints > paints)
-        await self.pilot.pause()
+        await self.settle()
 
     async def fetch(self) -> None:
         """One more fetch of the page that is shown, painted."""
@@ -60,7 +68,7 @@ class Screen:
         self.app.poll_now()
         await self.until(lambda: self.app.num_fetches > fetches)
         self.app.paint_now()
-        await self.pilot.pause()
+        await self.settle()
 
     async def show(self, current: Snapshot) -> None:
         """Another snapshot, painted."""
@@ -76,7 +84,8 @@ class Screen:
 
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
-        await self.pilot.pause()
+        if self.app.is_running:
+            await self.settle()
 
     async def turn_to(self, title: str) -> None:
         """Show the page with this title."""
@@ -105,7 +114,7 @@ async def running(
     async with app.run_test(size=size) as pilot:
         screen = Screen(app, pilot, console)
         await screen.until(lambda: app.num_paints > 0)
-        await pilot.pause()
+        await screen.settle()
         if page:
             await screen.turn_to(page)
             if type(app.page).fetch is not Page.fetch and console.error is None:
