@@ -12,13 +12,36 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TextIO
+from typing import ParamSpec, TextIO
 
 EventSink = Callable[[str, str, str], object]
 """Receives (level, kind, message) of each record: level as in the settings, kind is the logger's last part."""
 
 ROOT = "kvd"
+
+P = ParamSpec("P")
+
+
+def harmless(observe: Callable[P, None]) -> Callable[P, None]:
+    """Have a function that only observes never raise an Exception: its first fault is logged, later ones are not.
+
+    What it observes goes on, and nothing depends on what it would have noted. Any thread.
+    """
+    was_logged = False
+
+    @wraps(observe)
+    def observe_harmlessly(*args: P.args, **kwargs: P.kwargs) -> None:
+        nonlocal was_logged
+        try:
+            observe(*args, **kwargs)
+        except Exception:
+            if not was_logged:
+                was_logged = True
+                logging.getLogger(f"{ROOT}.observe").exception("%s failed; the server goes on", observe.__qualname__)
+
+    return observe_harmlessly
 
 
 class _LineFormatter(logging.Formatter):

@@ -9,6 +9,7 @@ callback per step; what observers read is a frozen snapshot that the engine thre
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import traceback
@@ -33,6 +34,8 @@ from kvd.views import EngineInfo, RequestView, Snapshot
 WEDGED_AFTER_SECONDS = 120.0
 PUBLISH_INTERVAL_SECONDS = 0.05
 DETAILS_INTERVAL_SECONDS = 0.25
+DETAILS_PATIENCE_SECONDS = 1.0
+"""How long a snapshot waits for the request table: an engine that is stuck is just what somebody wants to see."""
 IDLE_POLL_SECONDS = 0.02
 
 
@@ -41,7 +44,7 @@ class Engine(Questions):
 
     log: receives (level, message) lines, from either thread. disk: the tier that is closed when the engine thread ends.
     device_facts: the latest, at once. on_admission: called on the engine thread, once per step that admitted somebody,
-    and on_event for the event log, see `reporting`; both must be quick and must not raise.
+    and on_event for the event log, see `reporting`; both must be quick, and what they raise is logged once.
     """
 
     def __init__(
@@ -306,11 +309,13 @@ class Engine(Questions):
     # ------------------------------------------------------------------ observers and operators (event loop)
 
     async def snapshot(self, *, details: bool = False) -> Snapshot:
-        """What the engine last published; with details, the request table as of now or 0.25 s ago."""
+        """What the engine last published; with details, the request table as of now, 0.25 s ago, or before it hung."""
         if details and self._inbox.is_open:
             taken, requests = self._details
             if time.monotonic() - taken >= DETAILS_INTERVAL_SECONDS:
-                requests = await self._inbox.ask(self._list_requests)
+                with contextlib.suppress(TimeoutError):  # then it is the latest table that there is
+                    async with asyncio.timeout(DETAILS_PATIENCE_SECONDS):
+                        requests = await self._inbox.ask(self._list_requests)
         else:
             requests = ()
         # An idle engine publishes nothing, and neither does a wedged one; but it ages, and it may be told to stop.

@@ -1,7 +1,7 @@
 """Tells the event log what a person wants to find there, as it happens, and not too often.
 
 The engine thread calls everything but `refused`, which any thread may. What can happen in every step is told at most
-once per interval, with how often it has happened.
+once per interval, with how often it has happened. Nothing in here raises.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 
 from kvd.core import TokenEvent
 from kvd.engine.disk_lane import RareLines
+from kvd.log import harmless
 from kvd.scheduler.scheduler import Scheduler
 from kvd.views import DiskFacts
 
@@ -42,6 +43,7 @@ class Reporter:
         self._next_evictions = float("-inf")
         self._problem = ""
 
+    @harmless
     def stepped(self) -> None:
         """A step was planned or committed: costs two comparisons when there is nothing to tell."""
         scheduler = self._scheduler
@@ -60,6 +62,7 @@ class Reporter:
             words += f"; {cache.num_blocks_active:,} of {cache.num_blocks:,} are in use"
             self._on_event("info", "evicted", words, None)
 
+    @harmless
     def ended(self, events: Sequence[TokenEvent]) -> None:
         """Requests have ended; told of those that failed."""
         failed = [event for event in events if event.finish_reason in ("error", "refused", "timeout")]
@@ -70,12 +73,14 @@ class Reporter:
         if len(failed) > MOST_FAILURES_AT_ONCE:
             self._on_event("error", "failed", f"{len(failed)} requests failed: {failed[0].error}", None)
 
+    @harmless
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was not taken in."""
         line = self._refusals.line(str(error))
         if line is not None:
             self._on_event("warning", "refused", line, request_id)
 
+    @harmless
     def disk(self, facts: DiskFacts) -> None:
         """Told when the disk tier stops working, and when it works again."""
         if facts.problem == self._problem:

@@ -197,10 +197,11 @@ class Doctor:
         if self._memory_generation != generation:
             self._memory, self._memory_generation = PromptMemory(self._max_memory_tokens), generation
         self._give_up_at = time.thread_time() + MAX_SECONDS_EACH
-        if isinstance(item, _Answer):
-            self._memory.answered(item.request_id, encode(item.token_ids), self._wait_for_balance)
-            return
         try:
+            if isinstance(item, _Answer):
+                data = encode(item.token_ids)
+                self._remember(lambda: self._memory.answered(item.request_id, data, self._wait_for_balance))
+                return
             self._examine(item, findings)
         except _TooCostly:
             with self._lock:
@@ -211,7 +212,7 @@ class Doctor:
             # Nothing depends on an explanation: the server goes on, and the fault is in the log.
             _LOGGER.exception("the prefix doctor could not examine request %s", item.request_id)
             with self._lock:
-                self._num_skipped += 1
+                self._num_skipped += not isinstance(item, _Answer)
         with self._lock:
             self._seconds_spent = time.thread_time()
 
@@ -225,10 +226,8 @@ class Doctor:
         try:
             diagnosis = diagnose(self._memory, admission, data, self._decode, self._pace)
         finally:
-            self._memory.add(
-                admission.request_id, admission.client, admission.endpoint, admission.cache_salt, admission.time, data,
-                self._wait_for_balance,
-            )  # fmt: skip
+            names = admission.request_id, admission.client, admission.endpoint, admission.cache_salt
+            self._remember(lambda: self._memory.add(*names, admission.time, data, self._wait_for_balance))
         with self._lock:
             findings.num_examined += 1
             findings.count(admission)
@@ -236,6 +235,14 @@ class Doctor:
                 findings.add(admission, diagnosis, time_of_day)
                 if findings is self._findings:
                     self._counts = findings.by_cause()
+
+    def _remember(self, change: Callable[[], None]) -> None:
+        """Change the memory; where that fails half-way, nothing in it is to be trusted, and it begins anew."""
+        try:
+            change()
+        except BaseException:
+            self._memory = PromptMemory(self._max_memory_tokens)
+            raise
 
     def _pace(self) -> None:
         """Wait until the doctor may go on. Raises _TooCostly where it has been at it for too long."""

@@ -6,6 +6,7 @@ and a subscriber sees every event added after it subscribed, once, in the order 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from typing import Literal
 from kvd.views import LogEvent
 
 Subscriber = Callable[[LogEvent], None]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class EventLog:
@@ -43,8 +46,12 @@ class EventLog:
         """Record an event and hand it to every subscriber, in the calling thread."""
         with self._lock:
             self._events.append(event)
-            for subscriber in list(self._subscribers.values()):
-                subscriber(event)
+            for number, subscriber in list(self._subscribers.items()):
+                try:
+                    subscriber(event)
+                except Exception:  # whoever adds an event has nothing to do with it, and may be the engine
+                    self._subscribers.pop(number, None)
+                    _LOGGER.exception("a reader of the event log failed, and is told no more")
 
     def recent(self, limit: int | None = None) -> tuple[LogEvent, ...]:
         """The newest `limit` events (all that are kept, when None), oldest first."""
@@ -59,8 +66,8 @@ class EventLog:
 
         The returned function ends that and may be called twice.
 
-        The subscriber runs in the thread that adds the event, so it must be quick and must not raise: one
-        that belongs to an event loop passes the event on with `call_soon_threadsafe`.
+        The subscriber runs in the thread that adds the event, so it must be quick; one that belongs to an event loop
+        passes the event on with `call_soon_threadsafe`. If it raises, it is told no more.
         """
         with self._lock:
             number = self._next_subscriber

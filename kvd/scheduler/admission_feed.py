@@ -2,6 +2,7 @@
 
 Owner: the engine thread, through `Scheduler`. A request is told of once, when its prefill begins: what comes from RAM
 or disk is there by then, or is not to be had, so the figure is final. One that ends before that is not told of.
+Nothing in here raises: no request depends on what is told of it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from kvd.cache.manager import CacheManager
 from kvd.core import BLOCK_SIZE
 from kvd.insight import Admission, EvictedNote
+from kvd.log import harmless
 from kvd.scheduler.request_state import RequestState
 
 Receiver = Callable[[Sequence[Admission]], None]
@@ -25,6 +27,7 @@ class AdmissionFeed:
         self._clock = clock
         self._admissions: list[Admission] = []
 
+    @harmless
     def tell(self, state: RequestState) -> None:
         """The prefill of a request begins, for the first time or again."""
         if state.is_announced:
@@ -34,8 +37,10 @@ class AdmissionFeed:
             return
         request = state.request
         is_excused = self._excuse(state)
+        # Who gave way while its blocks were being fetched finds less of them now than it had.
+        num_cached = min(state.num_cached_tokens, state.num_planned)
         other_format = ""
-        if state.num_cached_tokens < BLOCK_SIZE and not is_excused:
+        if num_cached < BLOCK_SIZE and not is_excused:
             other_format = self._cache.other_format(request.prompt_token_ids, request.cache_salt)
         self._admissions.append(
             Admission(
@@ -45,13 +50,14 @@ class AdmissionFeed:
                 request.cache_salt,
                 self._clock(),
                 request.prompt_token_ids,
-                state.num_cached_tokens,
+                num_cached,
                 is_excused,
-                None if is_excused else self._evicted(state),
+                None if is_excused else self._evicted(state, num_cached),
                 other_format,
             )
         )
 
+    @harmless
     def flush(self) -> None:
         """Hand over what was told since the last time."""
         if self._admissions and self.receive is not None:
@@ -67,16 +73,16 @@ class AdmissionFeed:
             return "its prompt is longer than its kv_budget_tokens"
         return ""
 
-    def _evicted(self, state: RequestState) -> EvictedNote | None:
+    def _evicted(self, state: RequestState, num_cached: int) -> EvictedNote | None:
         """What is known of the block that comes next, and of those behind it, as far as they were all evicted."""
         notes, keys = self._cache.ledger.notes, state.blocks.chain.keys
-        first = number = state.num_cached_tokens // BLOCK_SIZE
+        first = number = num_cached // BLOCK_SIZE
         while number < len(keys) and notes.find(keys[number]) is not None:
             number += 1
         eviction = notes.find(keys[first]) if first < len(keys) else None
         if eviction is None:
             return None
-        num_tokens = number * BLOCK_SIZE - state.num_cached_tokens
+        num_tokens = number * BLOCK_SIZE - num_cached
         return EvictedNote(
             eviction.evicted_for, max(0.0, self._clock() - eviction.time), eviction.idle_seconds, num_tokens
         )

@@ -3,7 +3,7 @@
 Owner: the engine thread, through `Scheduler`. Entries are made when something happens to a request that is not the same
 for every token: nothing is noted per decoded token, so recording costs a decode step nothing. Timelines of requests
 that have not ended are kept, and those of the `MAX_ENDED` that ended last. None has more than `MAX_ENTRIES` entries
-and a last one: beyond `MERGED_FROM` an entry is added to a late one of its kind.
+and a last one: beyond `MERGED_FROM` an entry is added to a late one of its kind. What notes something never raises.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import islice
 
 from kvd.core import FinishReason
 from kvd.insight import Timeline, TimelineEntry, TimelineKind
+from kvd.log import harmless
 from kvd.scheduler.preemption import PreemptionCost
 from kvd.scheduler.request_state import RequestState
 
@@ -68,6 +69,7 @@ class Timelines:
         self._live: dict[str, Track] = {}
         self._ended: OrderedDict[str, Timeline] = OrderedDict()
 
+    @harmless
     def queued(self, state: RequestState, num_waiting: int, num_running: int) -> None:
         """A request was added; so many others wait and run."""
         arrived = time.time() - (self._clock() - state.request.arrival_time)
@@ -75,6 +77,7 @@ class Timelines:
         words = f"{num_running} run, {num_waiting} wait" if num_running or num_waiting else ""
         self.add(state, "queued", state.num_prompt, words)
 
+    @harmless
     def add(self, state: RequestState, kind: TimelineKind, num_tokens: int, reason: str = "") -> None:
         """Something happened to a request now; one that has ended meanwhile is passed over."""
         track = self._live.get(state.request.request_id)
@@ -82,14 +85,20 @@ class Timelines:
             seconds = max(0.0, self._clock() - state.request.arrival_time)
             track.add(TimelineEntry(seconds, kind, num_tokens, reason))
 
+    @harmless
     def waits(self, state: RequestState, what_for: str, words: Callable[[], str]) -> None:
         """A request could not start. `what_for` names the reason; `words` are asked for only when it is a new one."""
         if state.waits_for != what_for:
             state.waits_for = what_for
             self.add(state, "waiting", 0, words())
 
+    @harmless
     def ended(self, state: RequestState, reason: FinishReason, error: str | None) -> None:
         """A request has ended: its timeline is kept with those that ended last."""
+        request_id = state.request.request_id
+        track = self._live.pop(request_id, None)
+        if track is None:
+            return
         counts = [f"{state.num_prompt:,} prompt tokens", f"{state.num_cached_tokens:,} cached"]
         counts.append(f"{state.num_output:,} generated")
         if state.num_preemptions:
@@ -97,10 +106,10 @@ class Timelines:
         if state.num_dropped_tokens:
             counts.append(f"{state.num_dropped_tokens:,} forgotten")
         words = f"{reason} ({error})" if error else reason
-        self.add(state, "finished", state.num_output, f"{words}: {', '.join(counts)}")
-        request_id = state.request.request_id
+        seconds = max(0.0, self._clock() - state.request.arrival_time)
+        track.add(TimelineEntry(seconds, "finished", state.num_output, f"{words}: {', '.join(counts)}"))
         self._ended.pop(request_id, None)
-        self._ended[request_id] = self._live.pop(request_id).freeze(has_ended=True)
+        self._ended[request_id] = track.freeze(has_ended=True)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 

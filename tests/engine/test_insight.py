@@ -100,10 +100,34 @@ async def test_waiting_and_stalling_are_counted_also_while_nothing_is_published(
     first = (await fixture.engine.snapshot()).stalled_seconds
     second = (await fixture.engine.snapshot()).stalled_seconds
     assert 0 < first < second
+    with_details = await asyncio.wait_for(fixture.engine.snapshot(details=True), 10)
+    assert with_details.stalled_seconds > second
     gate.set()
     await task
     assert (await fixture.engine.snapshot()).stalled_seconds == 0.0
     await fixture.engine.stop(1)
+
+
+async def test_an_engine_outlives_all_who_watch_it() -> None:
+    fixture = Fixture(num_blocks=6)
+    engine = fixture.engine
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("an observer failed")
+
+    fixture.scheduler.admissions.receive = fail
+    engine._reporter._on_event = fail
+    fixture.scheduler.timelines._clock = fail  # type: ignore[assignment]
+    await engine.start()
+    answers = await fixture.run(request("a", 0, 30, 60), request("b", 1000, 30, 60))
+    assert [events[-1].finish_reason for events in answers] == ["length", "length"]
+    with pytest.raises(ContextLengthExceeded):
+        engine.submit(request("long", num_prompt=600))
+    snapshot = await engine.snapshot()
+    assert snapshot.state == "ready"
+    assert snapshot.counters.num_preemptions > 0
+    assert snapshot.num_blocks_active == 0
+    await engine.stop(1)
 
 
 async def test_preemptions_and_evictions_are_told() -> None:

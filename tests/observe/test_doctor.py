@@ -198,6 +198,31 @@ def test_a_decoder_that_fails_costs_one_examination() -> None:
         doctor.close()
 
 
+@pytest.mark.parametrize("name", ["add", "answered"])
+def test_a_memory_that_fails_begins_anew(clinic: Clinic, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its thread goes on, also after the fault of an answer, which nobody counts."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("half-way")
+
+    generator = random.Random(12)
+    head, tail = text(generator, 20), text(generator, 80)
+    clinic.admit(dated(generator, head, tail))
+    clinic.wait()
+    monkeypatch.setattr(doctor_module.PromptMemory, name, fail)
+    clinic.admit(dated(generator, head, tail), answer=words(generator, 9))
+    clinic.wait()
+    monkeypatch.undo()
+    assert len(clinic.doctor._memory) == 0
+    for _ in range(3):
+        clinic.admit(dated(generator, head, tail))
+    clinic.wait()
+    report = clinic.doctor.report(0)
+    assert report.num_examined + report.num_skipped == 5
+    assert report.num_skipped == (name == "add")
+    assert report.recent[0].lost_tokens == len(tail) + 1
+
+
 def test_texts_of_no_characters(clinic: Clinic) -> None:
     """Special tokens are not shown, so prompts of them have no text."""
     prompt = [0] * 5000

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from kvd.cache.ledger import Eviction
 from kvd.cache.manager import CacheManager
 from kvd.cache.prefix_index import KeyChain
 from kvd.core import BLOCK_SIZE
@@ -39,6 +42,44 @@ def test_requests_of_one_plan_are_told_together() -> None:
     driver.scheduler.add(make_request("b", 5, max_tokens=3))
     driver.finish()
     assert calls == [["a", "b"]]
+
+
+def test_who_listens_cannot_stop_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(max_num_batched_tokens=64)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("an observer failed")
+
+    driver.scheduler.admissions.receive = fail
+    driver.cache.other_format = fail  # type: ignore[assignment, method-assign]
+    driver.scheduler.timelines._clock = fail  # type: ignore[assignment]
+    for name in ("a", "b"):
+        driver.scheduler.add(make_request(name, 5, max_tokens=3))
+    driver.finish()
+    assert driver.last_event("b").finish_reason == "length"
+    assert driver.scheduler.timelines._live == {}
+    assert "the server goes on" in caplog.text
+    driver.cache.other_format = lambda *_: ""  # type: ignore[method-assign]
+    driver.scheduler.add(make_request("c", 20, max_tokens=3))
+    driver.finish()
+    assert driver.last_event("c").finish_reason == "length"
+
+
+def test_who_gave_way_while_blocks_were_fetched_is_told_of_with_what_it_finds_then() -> None:
+    driver = Driver(max_num_batched_tokens=64)
+    told = listen(driver)
+    driver.scheduler.add(make_request("a", range(50, 114), max_tokens=1))
+    state = driver.scheduler._roster.states["a"]
+    # As a first admission left it, whose blocks were evicted after it had given way.
+    state.first_scheduled, state.num_cached_tokens, state.num_preemptions = 0.0, 48, 1
+    chain = KeyChain(driver.cache.key_seed, "")
+    chain.extend(state.token_ids, BLOCK_SIZE)
+    driver.cache.ledger.notes.add(chain.keys[0], Eviction(0.0, "bob", 1.0))
+    driver.finish()
+    (admission,) = told
+    assert admission.num_cached_tokens == driver.last_event("a").num_cached_tokens == 0
+    assert admission.evicted is not None
+    assert admission.evicted.num_tokens == BLOCK_SIZE
 
 
 def test_what_comes_from_ram_is_in_the_figure() -> None:

@@ -172,6 +172,23 @@ def test_threads_lose_nothing() -> None:
     assert len(seen) == 2000
 
 
+def test_a_subscriber_that_raises_is_told_no_more_and_disturbs_nobody() -> None:
+    log = EventLog()
+    told: list[str] = []
+
+    def fail(event: LogEvent) -> None:
+        told.append("faulty")
+        raise RuntimeError("its event loop is closed")
+
+    log.subscribe(fail)
+    unsubscribe = log.subscribe(lambda event: told.append(event.message))
+    log.add("info", "test", "one")
+    log.add("info", "test", "two")
+    assert told == ["faulty", "one", "two"]
+    unsubscribe()
+    assert [event.message for event in log.recent()] == ["one", "two"]
+
+
 # --------------------------------------------------------------------------- JSON
 
 
