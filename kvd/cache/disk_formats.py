@@ -51,7 +51,7 @@ def _read(path: Path, log: Callable[[str], None]) -> list[KVFormatName]:
         text = file.read(_MAX_FILE_BYTES)
     try:
         return [(bytes.fromhex(entry["key_seed"]), str(entry["name"])) for entry in json.loads(text)]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         log(f"{path} is damaged and is made anew")
         return []
 

@@ -31,6 +31,7 @@ class Lane:
     def __init__(self, max_jobs: int) -> None:
         self._max_jobs = max_jobs
         self._jobs: deque[DiskJob] = deque()
+        self._taken: list[DiskJob] = []  # and not finished
         self._changed = threading.Condition()
         self._is_closed = False
         self._is_nudged = False
@@ -60,15 +61,22 @@ class Lane:
                 self._changed.wait_for(
                     lambda: len(self._jobs) >= max_jobs or self._is_closed or self._is_nudged, linger_seconds
                 )
-            return [self._jobs.popleft() for _ in range(min(max_jobs, len(self._jobs)))]
+            self._taken = [self._jobs.popleft() for _ in range(min(max_jobs, len(self._jobs)))]
+            return list(self._taken)
 
-    def withdraw(self, group_id: int, key: bytes) -> list[DiskJob]:
-        """Take the jobs for one block out of the queue."""
+    def finish(self) -> None:
+        """What was taken last is done."""
         with self._changed:
+            self._taken = []
+
+    def withdraw(self, group_id: int, key: bytes) -> tuple[list[DiskJob], bool]:
+        """Take the jobs for one block out of the queue; and whether one was taken and is not finished."""
+        with self._changed:
+            is_taken = any(job.key == key and job.group_id == group_id for job in self._taken)
             found = [job for job in self._jobs if job.key == key and job.group_id == group_id]
             for job in found:
                 self._jobs.remove(job)
-            return found
+            return found, is_taken
 
     def nudge(self) -> None:
         """Make `take` return at once."""

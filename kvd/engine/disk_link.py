@@ -99,6 +99,7 @@ class DiskLink:
         self._done: deque[tuple[int, SlowDone]] = deque()  # with the epoch of the job
         self._touched: deque[tuple[int, bytes]] = deque(maxlen=_MAX_QUEUED_LOADS)
         self._dropped: deque[tuple[int, bytes]] = deque()  # to be deleted from the file
+        self._dropped_late: deque[tuple[int, bytes]] = deque()  # likewise, as soon as the stores at hand are done
         self._reset_wanted = threading.Event()
         self._deadline = float("inf")
         self._read_rate, self._write_rate = Rate(), Rate()
@@ -143,8 +144,10 @@ class DiskLink:
 
     def forget(self, group_id: int, key: bytes) -> None:
         """Forget a block; the file loses it as soon as the writing thread gets to it."""
-        withdrawn = self._stores.withdraw(group_id, key)
+        withdrawn, is_written = self._stores.withdraw(group_id, key)
         self._answer(withdrawn, is_ok=False)
+        if is_written:
+            self._dropped_late.append((group_id, key))
         if withdrawn or (group_id, key) in self._index:
             self._index.remove([(group_id, key)])
             self._dropped.append((group_id, key))
@@ -278,9 +281,12 @@ class DiskLink:
             if self._reset_wanted.is_set():
                 self._attempt("emptied", self._empty_files, None)
             if self._dropped:
-                self._attempt("written", self._delete_dropped, None)
+                self._attempt("written", partial(self._delete, self._dropped), None)
             if jobs and not self._reset_wanted.is_set() and time.monotonic() < self._deadline:
                 num_stored = self._attempt("written", partial(self._write, jobs, epoch), 0)
+            if self._dropped_late:
+                self._attempt("written", partial(self._delete, self._dropped_late), None)
+            self._stores.finish()
             self._attempt("written", self._touch, None)
             self._num_stored += num_stored
             self._num_stores_failed += len(stale) + len(jobs) - num_stored
@@ -321,13 +327,13 @@ class DiskLink:
             return 0
         return result.num_stored
 
-    def _delete_dropped(self) -> None:
+    def _delete(self, dropped: deque[tuple[int, bytes]]) -> None:
         """Blocks that were forgotten; tried again when it fails. Whoever stores one anew has queued that since."""
-        names = list(self._dropped)
-        self._writing_store.remove(names)
+        names = list(dropped)
         self._index.remove(names)
+        self._writing_store.remove(names)
         for _ in names:
-            self._dropped.popleft()
+            dropped.popleft()
 
     def _empty_files(self) -> None:
         """Carry a reset out; tried again when it fails."""

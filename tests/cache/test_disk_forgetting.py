@@ -71,6 +71,23 @@ def test_a_store_that_waits_is_taken_back(host: Host, path: Path) -> None:
     assert not host.link.contains(0, blocks[79].key)
 
 
+def test_a_block_that_is_forgotten_while_it_is_written_does_not_come_back(host: Host, path: Path) -> None:
+    """The writing thread has taken the store and waits for the file; the index does not know the block yet."""
+    blocks = chain(7, 3)
+    host.store_all(blocks[:1])
+    connection = sqlite3.connect(path / DATABASE_NAME, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    host.store(blocks[1:])
+    until(lambda: host.link._stores._taken)
+    host.link.forget(0, blocks[2].key)
+    assert not host.link.contains(0, blocks[2].key)
+    connection.execute("ROLLBACK")
+    connection.close()
+    host.wait(2)
+    until(lambda: num_rows(path) == (2, 2))
+    assert [host.link.contains(0, block.key) for block in blocks] == [True, True, False]
+
+
 def test_forgotten_blocks_are_deleted_from_the_store(path: Path) -> None:
     store = DiskStore(DiskFolder(path, print), SIZE, print)
     blocks = chain(3, 4)
@@ -142,7 +159,7 @@ def test_formats_are_remembered_from_start_to_start(path: Path) -> None:
     assert len(lines) == 1, "only kvd's files are in it: it is closed to others"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '[{"key_seed": "zz", "name": "x"}]', '{"a": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 200_000, '[{"key_seed": "zz", "name": "x"}]', '{"a": 1}'])
 def test_a_damaged_note_is_made_anew(path: Path, text: str) -> None:
     lines: list[str] = []
     folder = DiskFolder(path, lines.append)
