@@ -6,6 +6,11 @@ Each page runs in a process of its own on a pseudo terminal, over a console whos
 is measured is the dashboard alone. Every callback of the loop is timed, on the clock and in processor time of its
 thread: on a machine that does other things too, only the second is the dashboard's. The first seconds, in which the
 screens are built, are not counted. The same again while keys are pressed, once every tenth of a second.
+
+A collection of garbage comes when it comes, whoever allocates; its time is taken off, and told as `gc`.
+
+What shares a core or its caches makes the same work take longer even in processor time. `noise` tells by how much: the
+longest time over the median of a loop of arithmetic that runs now and then beside the dashboard.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import gc
 import json
 import os
 import pty
+import statistics
 import struct
 import subprocess
 import sys
@@ -40,6 +46,7 @@ from tests.tui.fakes import INFO, FakeConsole, block_map, histogram, row, snapsh
 LIMIT_SECONDS = 0.002
 INTERVAL_SECONDS = 0.1  # the shortest that the keys allow
 WARM_UP_SECONDS = 3.0
+CONTROL_SECONDS = 0.05
 NUM_STATES = 50
 KEYS = ("j", "j", "k", "\x1b[6~", "\x1b[5~", "G", "g", "\x1b[C", "r", "\x1b[D", "l", "v", "\x1b")
 
@@ -53,6 +60,8 @@ class Stretches:
     longest_wall: float = 0.0
     num_over: int = 0  # in processor time, beyond the limit
     name: str = ""  # of the longest
+    longest_collection: float = 0.0  # of garbage, in seconds of processor time; no part of the above but of wall
+    control: float = 1.0  # longest over median of a piece of arithmetic that is always the same
 
     def add(self, cpu: float, wall: float, name: str) -> None:
         self.num += 1
@@ -182,10 +191,20 @@ async def measure(page: str, seconds: float, num_requests: int, num_blocks: int,
     phase = Stretches()
     run = asyncio.Handle._run
 
+    collecting = [0.0, 0.0]  # processor time at the start of a collection, and of those in this callback
+
+    def collected(stage: str, details: object) -> None:
+        if stage == "start":
+            collecting[0] = time.thread_time()
+        else:
+            collecting[1] += time.thread_time() - collecting[0]
+            phase.longest_collection = max(phase.longest_collection, time.thread_time() - collecting[0])
+
     def timed(handle: asyncio.Handle) -> None:
+        collecting[1] = 0.0
         wall, cpu = time.perf_counter(), time.thread_time()
         run(handle)
-        spent = time.thread_time() - cpu
+        spent = time.thread_time() - cpu - collecting[1]
         phase.add(spent, time.perf_counter() - wall, _name(handle) if spent > phase.longest_cpu else "")
 
     def write(line: object) -> None:
@@ -199,7 +218,11 @@ async def measure(page: str, seconds: float, num_requests: int, num_blocks: int,
         for name in ("quiet", "keys"):
             write(f"begin {name}")
             phase = Stretches()
-            await asyncio.sleep(seconds)
+            controls = []
+            for _ in range(round(seconds / CONTROL_SECONDS)):
+                await asyncio.sleep(CONTROL_SECONDS)
+                controls.append(_control())
+            phase.control = max(controls) / statistics.median(controls)
             write({name: asdict(phase)})
         dashboard.exit("close")
 
@@ -207,10 +230,18 @@ async def measure(page: str, seconds: float, num_requests: int, num_blocks: int,
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.collect()
     gc.freeze()
+    gc.callbacks.append(collected)
     asyncio.Handle._run = timed  # type: ignore[method-assign]
     watching = asyncio.create_task(watch())
     await dashboard.run_async()
     await watching
+
+
+def _control() -> float:
+    """Processor time of a third of a millisecond of arithmetic."""
+    started = time.thread_time()
+    sum(number * number for number in range(5000))
+    return time.thread_time() - started
 
 
 def _name(handle: asyncio.Handle) -> str:
@@ -296,13 +327,14 @@ def main(words: Sequence[str]) -> int:
         )
         return 0
     print(f"{arguments.requests} requests, {arguments.blocks:,} blocks, {arguments.size}, a poll every 0.1 s")
-    print(f"{'page':<10} {'phase':<6} {'callbacks':>9} {'longest cpu':>12} {'wall':>9} {'> 2 ms':>7}  the longest")
+    print(f"{'page':<9} {'phase':<5} {'calls':>6} {'longest cpu':>12} {'wall':>9} {'> 2 ms':>6} {'gc':>9} {'noise':>6}")
     worst = 0.0
     for page in arguments.pages or titles:
         for phase, found in run_page(page, arguments).items():
             print(
-                f"{page:<10} {phase:<6} {found.num:>9,} {found.longest_cpu * 1e3:>9.2f} ms "
-                f"{found.longest_wall * 1e3:>6.2f} ms {found.num_over:>7}  {found.name}",
+                f"{page:<9} {phase:<5} {found.num:>6,} {found.longest_cpu * 1e3:>9.2f} ms "
+                f"{found.longest_wall * 1e3:>6.2f} ms {found.num_over:>6} {found.longest_collection * 1e3:>6.2f} ms "
+                f"{found.control:>5.1f}×  {found.name}",
                 flush=True,
             )
             worst = max(worst, found.longest_cpu if phase == "quiet" else 0.0)

@@ -91,6 +91,7 @@ class Panel(Widget):
     """A widget that draws a `View`. Subclasses implement `draw`, and `titles` where they have a border."""
 
     def __init__(self, *, id: str, classes: str = "") -> None:
+        self._rendered: tuple[Region, list[Strip]] | None = None
         super().__init__(id=id, classes=classes)
         self._view: View | None = None
         self._link: Link | None = None
@@ -139,27 +140,40 @@ class Panel(Widget):
         titles = self.titles(self._view, self._link)
         if titles != self._titles:
             self._titles = titles
-            self._repaint_titles(width, height)
+            self._set_titles(height)
         if not self.is_painting:
             self._paint_some()
         return len(changed)
 
-    def _repaint_titles(self, width: int, height: int) -> None:
+    def _set_titles(self, height: int) -> None:
         # Assigned to the public names, they would be read as markup, and all of the panel would be repainted.
         self._border_title, self._border_subtitle = (Content(clean(title)) for title in self._titles)
-        left, top = self.content_offset
-        rows = (-top, self.outer_size.height - top - 1)
-        self.refresh(*(Region(-left, row, self.outer_size.width, 1) for row in rows))
+        self._waiting |= {-1, height}
 
     def _paint_some(self) -> None:
-        """Repaint as many of the lines that wait for it as one frame allows, and the others in the next ones."""
-        width = max(1, self.size.width)
-        lines = sorted(self._waiting)[: max(2, CELLS_PER_FRAME // width)]
+        """Repaint as many of the lines that wait for it as one frame allows, and the others in the next ones.
+
+        Line -1 is the upper border, and the line after the last one the lower border. Textual goes through all lines
+        between the first and the last one that it paints, so those of one frame are near each other.
+        """
+        width, height = self.size
+        self._waiting = {line for line in self._waiting if line <= height}  # it may have been taller
+        self.is_painting = bool(self._waiting)
+        if not self._waiting:
+            return
+        first = min(self._waiting)
+        end = first + max(2, CELLS_PER_FRAME // max(1, width))
+        lines = sorted(line for line in self._waiting if line < end)
         self._waiting.difference_update(lines)
-        self.is_painting = bool(lines)
-        if lines:
-            self.refresh(*(Region(0, first, width, last - first + 1) for first, last in _runs(lines)))
-            self.in_next_frame(self._paint_some)
+        self.refresh(*(self._region(first, last, width, height) for first, last in _runs(lines)))
+        self.in_next_frame(self._paint_some)
+
+    def _region(self, first: int, last: int, width: int, height: int) -> Region:
+        if first >= 0 and last < height:
+            return Region(0, first, width, last - first + 1)
+        left, top = self.content_offset
+        first, last = (first if first >= 0 else -top), (last if last < height else self.outer_size.height - top - 1)
+        return Region(-left, first, self.outer_size.width, last - first + 1)
 
     def in_next_frame(self, act: Callable[[], object]) -> None:
         """Do this when the next frame is due, unless the panel is gone by then.
@@ -175,6 +189,17 @@ class Panel(Widget):
 
     def on_resize(self) -> None:
         self.redraw()
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        # Whenever a widget has changed, Textual asks all on the screen for their lines; most have the same as before.
+        if self._rendered is None or self._rendered[0] != crop:
+            self._rendered = (crop, super().render_lines(crop))
+        return self._rendered[1]
+
+    def _set_dirty(self, *regions: Region) -> None:
+        # What empties Textual's own cache of lines empties this one.
+        self._rendered = None
+        super()._set_dirty(*regions)
 
     def render_line(self, y: int) -> Strip:
         styles = self.styles_of_line(y)
