@@ -107,6 +107,8 @@ def fit(text: str, width: int) -> str:
     if width <= 0:
         return ""
     text = clean(text)
+    if text.isascii():  # as nearly all are, and then a character is a cell
+        return text.ljust(width) if len(text) <= width else f"{text[: width - 1].rstrip()}…".ljust(width)
     if cell_len(text) <= width:
         return set_cell_size(text, width)
     return set_cell_size(set_cell_size(text, width - 1).rstrip() + "…", width)
@@ -115,7 +117,7 @@ def fit(text: str, width: int) -> str:
 def fit_right(text: str, width: int) -> str:
     """Like `fit`, aligned to the right."""
     text = clean(text)
-    missing = width - cell_len(text)
+    missing = width - (len(text) if text.isascii() else cell_len(text))
     return " " * missing + text if missing >= 0 else fit(text, width)
 
 
