@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from textual.actions import SkipAction
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
@@ -42,6 +43,7 @@ from kvd.tui.poller import Poller, SnapshotArrived, SourceLost
 from kvd.tui.question import Question
 from kvd.tui.requests_page import RequestsPage
 from kvd.tui.status import AlertLine, KeyLine, TabLine
+from kvd.tui.suspension import handlers_kept, stay_awake
 from kvd.tui.view import History, Link, View
 from kvd.tui.what_if_page import WhatIfPage
 
@@ -67,7 +69,7 @@ class Dashboard(App[Outcome]):
         Binding("tab", "turn(1)", show=False, priority=True),
         Binding("shift+tab", "turn(-1)", show=False, priority=True),
         *(Binding(str(number + 1), f"page({number})", show=False) for number in range(9)),
-        Binding("slash", "filter", show=False),
+        Binding("slash", "filter", show=False, priority=True),  # so that the key after it finds the filter in place
         Binding("escape", "clear_filter", show=False),
         Binding("space", "pause", show=False),
         Binding("t", "theme", show=False),
@@ -144,7 +146,8 @@ class Dashboard(App[Outcome]):
         loop = asyncio.get_running_loop()
         factory = loop.get_task_factory()
         try:
-            outcome = await super().run_async(**options)
+            with handlers_kept():
+                outcome = await super().run_async(**options)
         except Exception:
             log.exception("the dashboard failed and was closed; the server keeps running")
             return "close"
@@ -175,6 +178,7 @@ class Dashboard(App[Outcome]):
         yield self._filter
 
     def on_mount(self) -> None:
+        stay_awake()
         for page in self.pages:
             page.display = page is self.page
         self.show_page(self.page)
@@ -286,6 +290,8 @@ class Dashboard(App[Outcome]):
     # ------------------------------------------------------------------ filter
 
     def action_filter(self) -> None:
+        if len(self.screen_stack) > 1 or self._filter.display:
+            raise SkipAction
         if not self.page.filters:
             self.note(f"{self.page.title} has nothing to filter")
             return
@@ -293,7 +299,7 @@ class Dashboard(App[Outcome]):
         self._filter.value = self.page.filter_text
         self._keys.display = False
         self._filter.display = True
-        self._filter.focus()
+        self.screen.set_focus(self._filter, scroll_visible=False)
 
     def on_input_changed(self, message: FilterLine.Changed) -> None:
         if message.input is self._filter and self._filter.display:
@@ -323,10 +329,8 @@ class Dashboard(App[Outcome]):
             self.push_screen(leave_question(self._address, self._view), self._leave)
 
     def _leave(self, answer: str | None) -> None:
-        if answer == "close":
-            self.exit("close")
-        elif answer == "stop":
-            self.exit("stop")
+        if answer:
+            self.exit("stop" if answer == "stop" else "close")
 
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):

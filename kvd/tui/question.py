@@ -12,7 +12,7 @@ from typing import ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
@@ -52,7 +52,8 @@ class Question(ModalScreen[str]):
             Option(Content.assemble((f" {answer.key} ", "bold $primary"), f" {answer.label}"), id=answer.value)
             for answer in self._answers
         ]
-        with Vertical(id="box") as box:
+        # Where not all of it fits, it is scrolled down to the answers.
+        with VerticalScroll(id="box", can_focus=False) as box:
             box.border_title = Content(self._title)
             yield Static(Content("\n".join(map(clean, self._details))), id="detail")
             yield OptionList(*options, id="answers")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from textual import events
 from textual.app import ComposeResult
 
 from kvd.insight import Console
@@ -334,6 +335,18 @@ async def test_the_filter_shows_what_matches() -> None:
         assert "1–1 of 1" in screen.text
         await screen.press("escape")
         assert "1–3 of 3" in screen.text
+
+
+async def test_keys_that_come_at_once_after_the_slash_are_filter() -> None:
+    async with running(some_requests(), pages=TWO_PAGES) as screen:
+        for key in "/xq":
+            screen.app.post_message(events.Key({"/": "slash"}.get(key, key), key))
+        await screen.settle()
+        assert "No request matches the filter" in screen.text
+        assert len(screen.app.screen_stack) == 1, "neither x nor q has asked anything"
+        await screen.press("slash", "escape", "question_mark", "slash")
+        assert isinstance(screen.app.screen, HelpScreen)
+        assert "filter: " not in screen.text
 
 
 async def test_escape_takes_the_filter_back_and_other_pages_have_none() -> None:
