@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.cells import cell_len
 
 from kvd.insight import DoctorReport
-from kvd.tui.alerts import choose_alert
+from kvd.tui.alerts import Alert, choose_alert
+from kvd.tui.device import computes_on
 from kvd.tui.format import (
     NOTHING,
     age,
@@ -26,7 +28,7 @@ from kvd.tui.format import (
     size,
 )
 from kvd.tui.rates import Quantile
-from kvd.tui.view import Latency, Link, View
+from kvd.tui.view import Latency, Link, Recent, View
 from kvd.views import RequestView
 
 MAX_REQUESTS = 10
@@ -42,12 +44,11 @@ def status_lines(view: View, report: DoctorReport | None, link: Link, width: int
 
     report: None where the doctor could not be asked.
     """
-    alert = choose_alert(view, link)
     lines = [
         *_header(view, link, width),
         *_figures(view),
         *_requests(view, width),
-        f"{_BADGES[alert.severity]}: {next((text for text in alert.texts if len(text) < width - 9), alert.texts[-1])}",
+        *_alert(view, link, width),
         *_finding(report, width),
     ]
     return [fit(line, width).rstrip() for line in lines]
@@ -58,7 +59,7 @@ def _header(view: View, link: Link, width: int) -> Iterator[str]:
     left = f"kvd {clean(info.version)}  {snapshot.state}, up {age(snapshot.uptime_seconds)}  {clean(link.address)}"
     name = shorten_middle(info.served_names[0] if info.served_names else info.model, width - cell_len(left) - 2)
     yield f"{left}  {name}"
-    device = info.device if info.device.startswith(info.backend) else f"{info.backend}/{info.device}"
+    device = clean(computes_on(info, snapshot.device))
     yield f"{info.quantization}, {device}, context {exact(info.max_model_len)}, KV {info.kv_cache_dtype}"
     yield ""
 
@@ -125,13 +126,51 @@ def _cells(row: RequestView) -> tuple[str, ...]:
     )
 
 
+def _alert(view: View, link: Link, width: int) -> list[str]:
+    alert, since = choose_alert(view, link), ""
+    if alert.severity == "none":
+        # Two snapshots say little about the last minute, which is what alerts are made of.
+        earlier = choose_alert(replace(view, recent=_since_start(view)), link)
+        if earlier.severity != "none":
+            alert, since = earlier, ", since the start"
+    return _wrapped(f"{_BADGES[alert.severity]}{since}: {_shortest_whole(alert, width)}", width)
+
+
+def _shortest_whole(alert: Alert, width: int) -> str:
+    """The words that fit a line beside the badge, else the fullest ones, for two lines."""
+    return next((text for text in alert.texts if cell_len(text) < width - len("warning: ")), alert.texts[0])
+
+
+def _since_start(view: View) -> Recent:
+    counters = view.snapshot.counters
+    return Recent(
+        seconds=view.snapshot.uptime_seconds,
+        query_tokens=counters.prefix_query_tokens,
+        hit_tokens=counters.prefix_hit_tokens,
+        preemptions=counters.num_preemptions,
+        evicted_blocks=counters.num_evicted_blocks,
+        recomputed_tokens=counters.recomputed_tokens,
+        prefill_tokens=counters.prefill_tokens_computed,
+        generation_tokens=counters.generation_tokens,
+        step_seconds=counters.step_seconds,
+    )
+
+
+def _wrapped(words: str, width: int) -> list[str]:
+    return textwrap.wrap(clean(words), width, subsequent_indent=_INDENT)
+
+
 def _finding(report: DoctorReport | None, width: int) -> Iterator[str]:
     if report is None:
         return
     if not report.findings:
-        yield f"doctor: no avoidable misses in {exact(report.num_examined)} requests"
+        yield f"doctor: no avoidable misses in {_requests_of(report.num_examined)}"
         return
     first = report.findings[0]
-    lost = f"{exact(first.lost_tokens)} tokens lost in {exact(first.num_requests)} requests"
-    for words, indent in ((f"doctor: {lost}: {first.words}", ""), (first.advice, _INDENT)):
-        yield from textwrap.wrap(clean(words), width, initial_indent=indent, subsequent_indent=_INDENT)
+    lost = f"{exact(first.lost_tokens)} tokens lost in {_requests_of(first.num_requests)}"
+    yield from _wrapped(f"doctor: {lost}: {first.words}", width)
+    yield from _wrapped(_INDENT + first.advice, width)
+
+
+def _requests_of(count: int) -> str:
+    return f"{exact(count)} {'request' if count == 1 else 'requests'}"

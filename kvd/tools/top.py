@@ -75,7 +75,8 @@ def _has_terminal(environment: Mapping[str, str]) -> bool:
 
 async def _print_json(console: RemoteConsole) -> int:
     async with contextlib.aclosing(console):
-        print(json.dumps(json.loads(await console.snapshot_json()), indent=2, ensure_ascii=False))
+        text = json.dumps(json.loads(await console.snapshot_json()), indent=2, ensure_ascii=False)
+        print(text if _can_print(text) else json.dumps(json.loads(text), indent=2))
     return 0
 
 
@@ -94,8 +95,16 @@ async def _print_status(console: RemoteConsole, is_ascii: bool) -> int:
         report = await _ask_doctor(console)
     link = Link(console.root, view.snapshot.info.model, ONCE_SECONDS)
     for line in status_lines(view, report, link, TEXT_COLUMNS):
-        print(plain(line) if is_ascii else line)
+        print(plain(line) if is_ascii or not _can_print(line) else line)
     return 0
+
+
+def _can_print(line: str) -> bool:
+    try:
+        line.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def _ask_doctor(console: RemoteConsole) -> DoctorReport | None:

@@ -46,6 +46,9 @@ _HELD_BACK = {"power limit": "nvidia-smi -pl raises it", "clocks set by the user
 """Reasons that many cards have under full load, or that somebody wanted: said where nothing else holds it up."""
 
 SLOW_TTFT_SECONDS = 1.0
+LONG_WAIT_SECONDS = 5.0
+"""From here on somebody waits for no reason that has an alert of its own, and would like to know."""
+
 LONG_PROMPT_TOKENS = 2048
 
 
@@ -65,7 +68,8 @@ def memory_setting(info: EngineInfo) -> str:
 def choose_alert(view: View | None, link: Link) -> Alert:
     """The most urgent thing to say; severity "none" where all is well."""
     if link.problem:
-        return Alert("error", (f"Disconnected: {link.problem}; trying again",))
+        problem = link.problem
+        return Alert("error", (f"Disconnected: {problem}; trying again", f"Disconnected, trying again: {problem}"))
     if view is None:
         return Alert("none", ("Waiting for the first snapshot",))
     return (
@@ -73,8 +77,8 @@ def choose_alert(view: View | None, link: Link) -> Alert:
         or _of_full_pool(view)
         or _of_device(view, _SLOWED_DOWN)
         or _of_prefill(view)
-        or _of_queue(view)
         or _of_preemptions(view)
+        or _of_queue(view)
         or _of_device(view, _HELD_BACK)
         or _of_disk(view)
         or _of_cache(view)
@@ -156,7 +160,8 @@ def _of_prefill(view: View) -> Alert | None:
     lengths = [row.num_prompt_tokens for row in view.requests]
     if not lengths or median(lengths) < LONG_PROMPT_TOKENS:
         return None
-    length = f"Long prompts take the time: {short_count(median(lengths))} tokens, {hits} cached"
+    cached = f", {hits} cached" if recent.query_tokens else ""
+    length = f"Long prompts take the time: {short_count(median(lengths))} tokens{cached}"
     advice = "shorten them, or put what they share first"
     return Alert("warning", (f"{length}; {advice}", f"{length}; shorten them"))
 
@@ -168,7 +173,7 @@ def _of_queue(view: View) -> Alert | None:
         return None
     waiting = f"{exact(snapshot.num_waiting)} waiting"
     if info.is_auto_num_seqs and limit < info.max_num_seqs:
-        problem = f"{waiting}: more than {limit} at once would not be faster here"
+        problem = f"{waiting}: {limit} at once is the fastest found here so far"
         return Alert("warning", (f"{problem}; lower max_tokens or add a server", f"{problem}; add a server"))
     return Alert("warning", (f"All {limit} slots busy: {waiting}; raise max_num_seqs",))
 
@@ -179,9 +184,12 @@ def _preemption_cost(view: View) -> str:
 
 
 def _of_preemptions(view: View) -> Alert | None:
-    if view.recent.preemptions < MANY_PREEMPTIONS:
-        return None
     info, cost = view.snapshot.info, _preemption_cost(view)
+    if view.recent.preemptions < MANY_PREEMPTIONS:
+        num_displaced = sum(row.state in ("preempted", "swapped") for row in view.requests)
+        if not num_displaced:
+            return None
+        cost = f"{exact(num_displaced)} of {exact(view.snapshot.num_waiting)} waiting had to give up their blocks"
     if info.is_auto_num_seqs:
         return Alert("warning", tuple(f"{cost}: {more}" for more in _more_memory(info)))
     setting = memory_setting(info)
@@ -192,7 +200,8 @@ def _of_disk(view: View) -> Alert | None:
     disk = view.snapshot.disk
     if disk is None or not disk.problem:
         return None
-    return Alert("warning", (f"Disk cache in trouble: {disk.problem}; see the log, check disk_cache",))
+    text = f"Disk cache in trouble: {disk.problem}; see the log, check disk_cache"
+    return Alert("warning", (text, f"Check disk_cache: {disk.problem}"))
 
 
 def _of_cache(view: View) -> Alert | None:
@@ -214,10 +223,22 @@ def _of_cache(view: View) -> Alert | None:
     return Alert("warning", (f"{rate}: {cause.name}; {cause.advice}", f"{cause.name}: {cause.advice}"))
 
 
+def _of_long_wait(view: View) -> Alert:
+    """There are slots and blocks, and still nobody comes to use them."""
+    snapshot = view.snapshot
+    waiting = f"{exact(snapshot.num_waiting)} waiting, the oldest for {duration(snapshot.oldest_waiting_seconds)}"
+    if any(row.state == "prefill" for row in view.requests):
+        why = f"{waiting}: prompts before them are computed first"
+        return Alert("warning", (f"{why}; shorten prompts or add a server", why, waiting))
+    return Alert("warning", (f"{waiting}: the timeline of each says why (Enter)", waiting))
+
+
 def _calm(view: View) -> Alert:
     snapshot = view.snapshot
     if snapshot.num_waiting:
         longest = snapshot.oldest_waiting_seconds
+        if longest >= LONG_WAIT_SECONDS:
+            return _of_long_wait(view)
         since = f", the oldest for {duration(longest)}" if longest else ""
         return Alert("none", (f"{exact(snapshot.num_waiting)} waiting to be admitted{since}",))
     return Alert("none", ("All is well",))

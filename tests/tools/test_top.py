@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,17 @@ from kvd.config_keys import ApiKey
 from kvd.core import Request, SamplingParams
 from kvd.server.snapshot_json import decode_snapshot
 from kvd.text.text_model import TextModel
+from kvd.tools.status_text import status_lines
 from kvd.tui.app import PAGES
+from kvd.tui.view import History, Link
+from kvd.views import Counters, DiskFacts, Snapshot
 from tests.model.checkpoints import make_llama
 from tests.server.fake_insight import FINDING
 from tests.server.fakes import MODEL, FakeEngine, build_text_model
 from tests.server.threaded import fake_server, scripted_server, serve_in_thread
 from tests.test_serve import Process
 from tests.tools.tmux import Screen, needs_tmux
+from tests.tui.fakes import INFO, snapshot
 
 HOSTILE_NAME = "a\x1b[31mclient\u202e" + "é" * 200
 
@@ -94,6 +100,43 @@ def test_json_is_one_snapshot(text_model: TextModel, words: list[str], capsys: p
     printed = capsys.readouterr().out
     assert json.loads(printed)["num_running"] == 1
     assert decode_snapshot(printed).requests[0].client == HOSTILE_NAME
+
+
+def text_for(current: Snapshot, *, width: int = 80) -> list[str]:
+    view = History().add(current, has_details=True)
+    lines = status_lines(view, None, Link("http://127.0.0.1:8000", "m", 0.5), width)
+    assert all(cell_len(line) <= width and line.isprintable() for line in lines)
+    return lines
+
+
+def test_what_computes_is_named_as_in_the_dashboard() -> None:
+    info = replace(INFO, quantization="awq 4-bit", backend="native avx2, 2 threads", device="cpu")
+    assert text_for(snapshot(info=info))[1].startswith("awq 4-bit, CPU avx2, 2 threads, context")
+
+
+def test_what_went_wrong_since_the_start_is_not_said_to_be_well() -> None:
+    assert "ok: All is well" in text_for(snapshot())
+    calm = snapshot(counters=Counters(num_preemptions=4, recomputed_tokens=395))
+    assert " ".join(text_for(calm)[-2:]).startswith("warning, since the start: 4 preemptions, 395 tokens recomputed")
+
+
+def test_an_alert_that_is_too_long_goes_on_in_the_next_line() -> None:
+    problem = "the disk cache could not be written: /var/cache/kvd/somewhere/deep: Read-only file system"
+    lines = text_for(snapshot(disk=DiskFacts(1, 1, 2, problem=problem)))
+    said = " ".join(" ".join(lines).split())
+    assert f"warning: Disk cache in trouble: {problem}; see the log, check disk_cache" in said
+
+
+@pytest.mark.parametrize("mode", ["--once", "--json"])
+def test_an_output_that_knows_no_other_letters_gets_none(
+    text_model: TextModel, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    output = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+    with serving(text_model) as url:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(["top", mode, url]) == 0
+    assert MODEL.encode() in written.getvalue()
 
 
 # --------------------------------------------------------------------------- when it cannot

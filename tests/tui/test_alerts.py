@@ -70,7 +70,7 @@ def test_the_limit_of_running_requests() -> None:
 def test_nobody_is_told_to_change_what_settles_itself() -> None:
     limited = replace(waiting(5, running=8), running_limit=8, info=AUTO)
     alert = said(view_of(limited))
-    assert alert.texts[0].startswith("5 waiting: more than 8 at once would not be faster here")
+    assert alert.texts[0].startswith("5 waiting: 8 at once is the fastest found here so far")
     assert "max_num_seqs" not in " ".join(alert.texts)
     preempting = over_time(replace(waiting(0), info=AUTO), num_preemptions=5, recomputed_tokens=100)
     alert = said(preempting)
@@ -147,6 +147,7 @@ def test_a_disk_in_trouble() -> None:
     alert = said(view_of(broken))
     assert alert.severity == "warning"
     assert alert.texts[0].startswith("Disk cache in trouble: No space left on device")
+    assert alert.texts[-1] == "Check disk_cache: No space left on device", "what helps comes first where it is narrow"
 
 
 def test_few_hits_name_the_cause_where_it_is_known() -> None:
@@ -162,6 +163,27 @@ def test_few_hits_name_the_cause_where_it_is_known() -> None:
 def test_those_who_wait_without_reason_say_how_long() -> None:
     alert = said(view_of(replace(waiting(2), oldest_waiting_seconds=3.0)))
     assert alert == Alert("none", ("2 waiting to be admitted, the oldest for 3.00s",))
+    long = replace(waiting(2), oldest_waiting_seconds=15.0)
+    alert = said(view_of(long))
+    assert alert.severity == "warning"
+    assert alert.texts[0].startswith("2 waiting, the oldest for 15.0s: the timeline of each says why")
+    behind = replace(long, requests=(*long.requests, row(99, state="prefill")))
+    assert said(view_of(behind)).texts[1] == "2 waiting, the oldest for 15.0s: prompts before them are computed first"
+
+
+def test_who_waits_for_blocks_is_not_said_to_wait_for_a_slot() -> None:
+    """The limit that settles itself falls after preemptions: what is missing is memory."""
+    limited = replace(waiting(5, running=2), running_limit=2, info=AUTO)
+    preempting = over_time(limited, num_preemptions=4, recomputed_tokens=340)
+    assert said(preempting).texts[0].startswith("4 preemptions, 340 tokens recomputed: raise cpu_memory_utilization")
+    requests = (*limited.requests, row(90, state="preempted"), row(91, state="swapped"))
+    alert = said(view_of(replace(limited, requests=requests, num_waiting=7)))
+    assert alert.texts[0].startswith("2 of 7 waiting had to give up their blocks: raise cpu_memory_utilization")
+
+
+def test_prompts_that_were_not_looked_up_have_no_hit_rate() -> None:
+    alert = said(over_time(waiting(3, prompt=5_200), **PREFILL_BOUND))
+    assert alert.texts[0].startswith("Long prompts take the time: 5,200 tokens; shorten them")
 
 
 @pytest.mark.parametrize("cause", list(CAUSES))
