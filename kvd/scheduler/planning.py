@@ -337,7 +337,7 @@ class Planner:
     def _note_start(self, state: RequestState, num_in_place: int) -> None:
         """For its timeline: a request was admitted, for the first time or again."""
         restore = state.blocks.restore
-        words = "" if restore is None else f"{len(restore.steps):,} more blocks are being fetched"
+        words = "" if restore is None else _fetched_words(len(restore.steps))
         if state.first_scheduled is not None:
             self._timelines.add(state, "resumed", num_in_place, words)
         else:
@@ -367,3 +367,7 @@ class Planner:
 
     def _is_worth_restoring(self, num_bytes: int, num_tokens: int, from_disk: bool) -> bool:
         return restore_beats_recompute(self._rates, num_bytes, num_tokens, from_disk=from_disk)
+
+
+def _fetched_words(num_blocks: int) -> str:
+    return f"{num_blocks:,} more {'block is' if num_blocks == 1 else 'blocks are'} being fetched"

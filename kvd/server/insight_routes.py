@@ -35,10 +35,11 @@ async def timeline(request: web.Request) -> web.Response:
     request_id = request.match_info["request_id"]
     engine_ids = state.engine_ids(request_id)
     if len(engine_ids) > 1:
-        raise invalid(
-            "request_id",
+        raise RequestError(
             f"request '{short(request_id, 60)}' has {len(engine_ids)} choices; name one of them, from {engine_ids[0]} "
             f"to {engine_ids[-1]}",
+            code="several_choices",  # kvd top knows it
+            param="request_id",
         )
     found = await state.console.timeline(engine_ids[0])
     if found is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
@@ -36,6 +37,9 @@ RETRY_SECONDS = (0.25, 3.0)
 
 MAX_ANSWER_BYTES = 32 * 2**20
 MAX_EVENTS = 1000
+SEVERAL_CHOICES = "several_choices"
+"""Code of the error for the id of an answer that has more than one, where only each of these can be asked about."""
+
 MAX_MESSAGE_CHARACTERS = 300
 INTERVAL_SECONDS = (0.1, 60.0)
 
@@ -120,7 +124,12 @@ class RemoteConsole:
 
     async def timeline(self, request_id: str) -> Timeline | None:
         path = f"/kvd/requests/{_word(request_id)}/timeline"
-        data = await self._find("GET", path)
+        try:
+            data = await self._find("GET", path)
+        except RemoteFailed as error:
+            if error.code != SEVERAL_CHOICES:
+                raise
+            data = None  # only each of its choices has a timeline
         return None if data is None else self._decode(path, data, Timeline)
 
     async def timelines(self, limit: int) -> tuple[Timeline, ...]:
@@ -274,6 +283,9 @@ class RemoteConsole:
                 if response.status != HTTPStatus.OK:
                     raise await self._refusal(response, path.partition("?")[0])
                 yield response
+        except aiohttp.ClientSSLError as error:
+            hint = "; does it speak http:// only?" if self.root.startswith("https:") else ""
+            raise RemoteFailed(f"{self.root}: no TLS connection: {_tls_problem(error)}{hint}") from None
         except aiohttp.ClientConnectorError as error:
             text = f"nothing answers at {self.root}: {connect_problem(error)}; is kvd running?"
             raise RemoteFailed(text, is_unreachable=True) from None
@@ -317,6 +329,12 @@ def _read_error(data: bytes) -> tuple[str, str]:
         return _one_line(str(error["message"])), str(error.get("code") or "")
     except (msgspec.MsgspecError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return "", ""
+
+
+def _tls_problem(error: aiohttp.ClientSSLError) -> str:
+    """`wrong version number`, out of `[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:992)`."""
+    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", error)
+    return _one_line(re.sub(r"^\[.*?\] *| *\(_ssl\.c:\d+\)$", "", getattr(cause, "strerror", None) or str(cause)))
 
 
 def _word(name: str) -> str:

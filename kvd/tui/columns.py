@@ -1,7 +1,7 @@
 """The columns of the request table, which of them fit, and what they are sorted by. Pure functions, any thread.
 
-Invariant: what `columns_for` returns fits the width it was asked for, from 60 cells on; the essential columns are
-all there at 80 columns of terminal.
+Invariant: what `columns_for` returns fits the width it was asked for, from 33 cells on; the essential columns are
+all there at 80 columns of terminal, and below that those go first that say least about one request.
 """
 
 from __future__ import annotations
@@ -48,14 +48,20 @@ class Column:
 
 
 def prefill_fraction(row: RequestView) -> float:
-    """How much of the prompt is computed or was cached, 0 … 1."""
-    return min(1.0, row.num_computed_tokens / row.num_prompt_tokens) if row.num_prompt_tokens else 1.0
+    """How much of what its prefill has to reach is computed or was cached, 0 … 1."""
+    goal = _prefill_goal(row)
+    return min(1.0, row.num_computed_tokens / goal) if goal else 1.0
+
+
+def _prefill_goal(row: RequestView) -> int:
+    """Tokens of the prompt; after a preemption also those that were generated before it."""
+    return row.num_prefill_tokens or row.num_prompt_tokens
 
 
 def _state(row: RequestView, width: int) -> Cell:
     style = _STATE_STYLES[row.state]
     if row.state == "prefill":
-        return f"prefill {percent(row.num_computed_tokens, row.num_prompt_tokens)}", style
+        return f"prefill {percent(min(row.num_computed_tokens, _prefill_goal(row)), _prefill_goal(row))}", style
     return row.state, style
 
 
@@ -98,7 +104,14 @@ COLUMNS = (
         is_left=True,
     ),
     Column("client", 8, lambda row, width: (row.client or "–", "text"), lambda row: row.client.lower(), is_left=True),
-    Column("api", 4, lambda row, width: (row.endpoint[:width], "muted"), lambda row: row.endpoint, is_left=True),
+    Column(
+        "api",
+        4,
+        lambda row, width: (row.endpoint[:width], "muted"),
+        lambda row: row.endpoint,
+        is_left=True,
+        shown_from=76,
+    ),
     Column("state", 11, _state, lambda row: row.state, is_left=True),
     Column("progress", 14, _progress, _share_done, is_left=True, shown_from=110),
     Column(
@@ -108,17 +121,26 @@ COLUMNS = (
         lambda row: row.num_prompt_tokens,
         shown_from=92,
     ),
-    Column("hit", 4, _cached, lambda row: row.num_cached_tokens / max(1, row.num_prompt_tokens)),
-    Column("output", 9, _output, lambda row: row.num_output_tokens),
-    Column("tok/s", 5, lambda row, width: (rate(row.tokens_per_second), "decode"), lambda row: row.tokens_per_second),
-    Column("TTFT", 5, lambda row, width: (duration(row.ttft_seconds), "text"), lambda row: row.ttft_seconds),
+    Column("hit", 4, _cached, lambda row: row.num_cached_tokens / max(1, row.num_prompt_tokens), shown_from=60),
+    Column("output", 9, _output, lambda row: row.num_output_tokens, shown_from=43),
+    Column(
+        "tok/s",
+        5,
+        lambda row, width: (rate(row.tokens_per_second), "decode"),
+        lambda row: row.tokens_per_second,
+        shown_from=49,
+    ),
+    Column(
+        "TTFT", 5, lambda row, width: (duration(row.ttft_seconds), "text"), lambda row: row.ttft_seconds, shown_from=55
+    ),
     Column(
         "blks",
         5,
         lambda row, width: (short_count(row.num_blocks).replace(",", ""), "active"),
         lambda row: row.num_blocks,
+        shown_from=71,
     ),
-    Column("pre", 4, _preemptions, lambda row: row.num_preemptions),
+    Column("pre", 4, _preemptions, lambda row: row.num_preemptions, shown_from=65),
     Column("prio", 4, lambda row, width: (str(row.priority), "muted"), lambda row: row.priority, shown_from=120),
     Column("age", 5, lambda row, width: (age(row.age_seconds), "muted"), lambda row: row.age_seconds),
 )

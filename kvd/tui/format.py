@@ -133,5 +133,13 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def short_id(request_id: str, width: int) -> str:
-    """A request id without the prefix of its endpoint (`chatcmpl-`), cut to `width` characters."""
-    return clean(request_id.rsplit("-", 1)[-1] or request_id)[:width]
+    """A request id without the prefix of its endpoint (`chatcmpl-`, `resp_`), cut to `width` characters; which of its
+    choices it is about is kept: `chatcmpl-0123456789-2` in six is `0123-2`.
+    """
+    name = clean(request_id)
+    prefix, _, rest = name.partition("-" if "-" in name else "_")
+    name = rest if rest and prefix.isalpha() else name
+    body, dash, choice = name.rpartition("-")
+    if dash and choice.isdecimal() and len(choice) + 1 < width:
+        return body[: width - len(choice) - 1] + dash + choice
+    return name[:width]

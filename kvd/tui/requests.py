@@ -204,7 +204,9 @@ class RequestsPanel(Panel, can_focus=True):
             return []
         rows = self._rows
         if not rows:
-            return _nothing_matches(width) if self._source else _invitation(link, width)
+            if self._source:
+                return _nothing_matches(width)
+            return _silence(width) if link.problem else _invitation(link, width)
         page = max(1, height - _HEADING_LINES)
         self._top = max(0, min(self._top, self._cursor, len(rows) - page))
         self._top = max(self._top, self._cursor - page + 1)
@@ -235,6 +237,10 @@ def _line(columns: tuple[tuple[Column, int], ...], row: RequestView, *, is_curso
 
 def _nothing_matches(width: int) -> list[Spans]:
     return [((fit(" No request matches the filter; escape clears it.", width), "muted"),)]
+
+
+def _silence(width: int) -> list[Spans]:
+    return [((fit(" There was no request when the server was seen last.", width), "muted"),)]
 
 
 def _invitation(link: Link, width: int) -> list[Spans]:

@@ -146,9 +146,19 @@ class RequestsPage(Page):
     async def fetch(self, console: Console) -> None:
         wanted = self._timeline.request_id
         if self._is_opened and not self._timeline.has_ended:
-            self._timeline.take(wanted, await console.timeline(wanted))
+            await self._fetch_timeline(console, wanted)
         if self._shows_ended and self._list.display:
             self._ended.take(await console.timelines(MAX_ENDED))
+
+    async def _fetch_timeline(self, console: Console, wanted: str) -> None:
+        timeline = await console.timeline(wanted)
+        if timeline is None and self._timeline.is_known is not True:
+            # The id of an answer with several choices, as the log has it: each choice is a request of its own.
+            timeline = await console.timeline(f"{wanted}-0")
+            if timeline is not None and self._timeline.request_id == wanted:
+                wanted = timeline.request_id
+                self._timeline.begin(wanted)
+        self._timeline.take(wanted, timeline)
 
     # ------------------------------------------------------------------ keys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import BLOCK_SIZE
+from kvd.scheduler.planning import _fetched_words
 from kvd.scheduler.timeline import MAX_ENDED, MAX_ENTRIES, MERGED_FROM
 
 from .driver import Driver, make_request
@@ -114,6 +115,8 @@ def test_a_request_that_gives_way_says_for_whom_by_which_way_and_what_either_cos
     (view,) = [view for view in driver.scheduler.request_views() if view.request_id == "b"]
     assert (view.state, view.num_preemptions, view.num_swaps) == ("swapped", 1, 1)
     driver.finish()
+    assert entry(driver, "b", "resumed")[2] == "2 more blocks are being fetched"
+    assert _fetched_words(1) == "1 more block is being fetched"
     assert entry(driver, "b", "restored")[1:] == (32, "32 from RAM")  # the first block is in the pool yet
     assert kinds(driver, "b").index("resumed") < kinds(driver, "b").index("restored")
     assert driver.scheduler.timelines.find("b").entries[-1].reason.endswith("preempted 1×")

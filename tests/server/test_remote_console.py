@@ -122,6 +122,20 @@ async def test_ids_are_one_segment_of_a_path(harness: Harness) -> None:
             assert await console.abort(name) is False
 
 
+async def test_an_answer_with_several_choices_has_no_timeline_but_theirs(harness: Harness) -> None:
+    harness.server.app[STATE].note_choices("cmpl-1", ("cmpl-1-0", "cmpl-1-1"))
+    async with remote(harness.url) as console:
+        assert await console.timeline("cmpl-1") is None
+
+
+async def test_tls_where_there_is_none_is_named(harness: Harness) -> None:
+    async with remote(harness.url.replace("http:", "https:")) as console:
+        line = await failure(console.snapshot())
+    assert "no TLS connection" in line
+    assert "does it speak http:// only?" in line
+    assert "_ssl.c" not in line
+
+
 async def test_prompt_text_is_refused_with_the_reason(harness: Harness) -> None:
     async with remote(harness.url) as console:
         assert "show_prompts" in await failure(console.reveal(CHAIN))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from kvd.tui import charts, format
-from kvd.tui.columns import columns_for
+from kvd.tui.columns import columns_for, prefill_fraction
 from kvd.tui.panel import Spans, crop, justify, span_width
+from tests.tui.fakes import row
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,12 @@ def test_short_id_drops_the_prefix_of_the_endpoint() -> None:
     assert format.short_id("chatcmpl-0123456789", 6) == "012345"
     assert format.short_id("plain", 12) == "plain"
     assert format.short_id("ends-", 12) == "ends-"
+    assert format.short_id("resp_0123456789", 6) == "012345"
+
+
+@pytest.mark.parametrize(("width", "text"), [(6, "0123-2"), (8, "012345-2"), (33, "0123456789abcdef-2"), (2, "01")])
+def test_short_id_keeps_which_choice_it_is(width: int, text: str) -> None:
+    assert format.short_id("chatcmpl-0123456789abcdef-2", width) == text
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=6), st.integers(0, 200))
@@ -136,14 +145,23 @@ def test_meter_is_full_only_at_the_end(fraction: float, width: int) -> None:
         assert (filled == "") == (fraction == 0)
 
 
-@given(st.integers(60, 400))
+@given(st.integers(33, 400))
 def test_columns_fit_and_80_columns_show_the_essential_ones(width: int) -> None:
     columns = columns_for(width)
     taken = sum(cells for _, cells in columns) + len(columns) - 1
+    assert taken <= width
+    essential = {"id", "client", "state", "age"}
     if width >= 76:
-        assert taken <= width
-    essential = {"id", "client", "api", "state", "hit", "output", "tok/s", "TTFT", "blks", "pre", "age"}
+        essential |= {"api", "hit", "output", "tok/s", "TTFT", "blks", "pre"}
     assert essential <= {column.title for column, _ in columns}
+
+
+def test_prefill_after_a_preemption_has_more_to_reach_than_the_prompt() -> None:
+    again = row(1, state="prefill", num_prompt_tokens=100, num_prefill_tokens=400, num_computed_tokens=100)
+    assert prefill_fraction(again) == 0.25
+    state = next(column for column, _ in columns_for(76) if column.title == "state")
+    assert state.cell(again, 11)[0] == "prefill 25%"
+    assert prefill_fraction(replace(again, num_prefill_tokens=0)) == 1.0, "an older server does not tell"
 
 
 lines = st.lists(st.tuples(st.text("ab· é漢", max_size=9), st.just("text")), max_size=5).map(tuple)

@@ -273,6 +273,28 @@ async def test_an_unknown_request_says_so() -> None:
         assert "ended lately" in screen.text
 
 
+async def test_an_answer_with_several_choices_opens_at_the_first_of_them() -> None:
+    """The log names the answer; in the engine each of its choices is a request."""
+    answer = "cmpl-" + "0a" * 16
+    fake = console()
+    fake.known_timelines = {f"{answer}-0": timeline(f"{answer}-0", has_ended=True)}
+    fake.log = (LogEvent(ARRIVED, "info", "server", f"POST /v1/completions 200 {answer}"),)
+    async with running(table(), page="Events", console=fake) as screen:
+        await screen.until(lambda: "POST" in screen.text)
+        await screen.press("enter")
+        await screen.until(lambda: "first token" in screen.text)
+        await screen.press("y")
+        assert f"copied {answer}-0" in screen.text
+
+
+async def test_no_request_is_invited_while_the_server_is_away() -> None:
+    async with running(table(0), page="Requests", console=console()) as screen:
+        assert "Point any OpenAI client here" in screen.text
+        await screen.lose(ConnectionRefusedError("refused"))
+        assert "Point any OpenAI client here" not in screen.text
+        assert "no request when the server was seen last" in screen.text
+
+
 async def test_what_was_seen_of_a_request_stays_when_its_timeline_is_gone() -> None:
     fake = console()
     async with running(table(), page="Requests", console=fake) as screen:
