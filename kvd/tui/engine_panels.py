@@ -80,7 +80,8 @@ class StepPanel(Panel):
         busy, step = clock.busy_share, snapshot.last_step
         measured = snapshot.prefill_tokens_per_second
         allowed = f" of {exact(snapshot.step_budget)}" if snapshot.step_budget else ""
-        running = f"{exact(snapshot.num_running)} of {exact(snapshot.running_limit or snapshot.info.max_num_seqs)}"
+        limit = exact(snapshot.running_limit or snapshot.info.max_num_seqs)
+        waiting = f"{exact(snapshot.num_waiting)} waiting"
         spent = f"{age(snapshot.counters.step_seconds)} in all, up {age(snapshot.uptime_seconds)}"
         lines = [
             gauge("in steps", busy, share_text(busy), width, "decode"),
@@ -92,7 +93,7 @@ class StepPanel(Panel):
                  f"measured {short_count(measured)} tok/s" if measured else "rate not measured yet",
                  f"{short_count(measured)} measured" if measured else ""),
             fact("decode", f"{rate(view.decode_rate)} tok/s", width, "decode"),
-            fact("running", running, width, "text", f"{exact(snapshot.num_waiting)} waiting"),
+            fact("running", exact(snapshot.num_running), width, "text", f"{waiting}, limit {limit}", waiting),
             fact("steps", exact(snapshot.counters.num_steps), width, "text", spent),
         ]  # fmt: skip
         return [*lines, *share_graph("in steps", tuple(clock.history), width, height - len(lines), "decode")]

@@ -153,14 +153,17 @@ class PrefixPanel(ListPanel):
             return
         details = (
             f"{exact(row.num_tokens)} tokens of {clean(row.client) or 'an unnamed client'}, "
-            f"found {exact(row.num_hits)} times",
+            f"found {exact(row.num_hits)} {'time' if row.num_hits == 1 else 'times'}",
             "Blocks that are in use, pinned or shared with other chains stay.",
             "A prompt that begins like this is then computed again.",
         )
         answers = (Answer("n", "keep it", ""), Answer("y", "drop it", "yes"))
 
         async def drop(console: Console) -> str:
-            return f"dropped: {_blocks(await console.drop_prefix(row.prefix_id))}"
+            num_blocks = await console.drop_prefix(row.prefix_id)
+            return (
+                f"dropped: {_blocks(num_blocks)}" if num_blocks else "nothing dropped: in use, pinned, shared or gone"
+            )
 
         self.post_message(Do("drop", drop, question=Question("Drop this prefix", details, answers)))
 

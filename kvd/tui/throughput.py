@@ -69,14 +69,15 @@ def _graph(name: str, value: float | None, series: tuple[float | None, ...], wid
 def _latencies(view: View, width: int) -> list[Spans]:
     step = view.snapshot.last_step
     allowed = f" of {view.snapshot.step_budget}" if view.snapshot.step_budget else ""
-    mix = f"{step.num_decode_tokens} decode + {step.num_prefill_tokens} prefill{allowed}"
-    if len(mix) + 16 > width:
-        mix = f"{step.num_decode_tokens} dec + {step.num_prefill_tokens} pre{allowed}"
+    brief = f"{step.num_decode_tokens} dec + {step.num_prefill_tokens} pre"
+    mixes = (f"{step.num_decode_tokens} decode + {step.num_prefill_tokens} prefill{allowed}", f"{brief}{allowed}")
+    took = duration(step.seconds or None)
+    mix = next((text for text in mixes if 8 + len(text) + 2 + len(took) <= width), brief)
     return [
         _latency("TTFT", view.ttft, view.series.ttft, width),
         _latency("ITL", view.itl, view.series.itl, width),
         _latency("queue", view.queue, view.series.queue, width),
-        crop((("step    ", "muted"), (mix, "text"), (f"  {duration(step.seconds or None)}", "bright")), width),
+        crop((("step    ", "muted"), (mix, "text"), (f"  {took}", "bright")), width),
     ]
 
 

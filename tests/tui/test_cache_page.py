@@ -242,6 +242,18 @@ async def test_d_drops_after_a_question() -> None:
         assert screen.console.acts == [("drop", "ef56" * 8)]
 
 
+async def test_a_drop_of_nothing_says_why_that_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = busy_console()
+
+    async def drop_prefix(chain: str) -> int:
+        return 0
+
+    monkeypatch.setattr(fake, "drop_prefix", drop_prefix)
+    async with running(busy(), page="Cache", console=fake) as screen:
+        await screen.press("d", "y")
+        await screen.until(lambda: "nothing dropped: in use, pinned, shared or gone" in screen.text)
+
+
 @pytest.mark.parametrize("key", ["p", "d"])
 async def test_a_dashboard_that_only_reads_changes_nothing(key: str) -> None:
     async with running(busy(), page="Cache", console=busy_console(), is_read_only=True) as screen:

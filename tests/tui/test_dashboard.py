@@ -136,6 +136,12 @@ async def test_rates_come_from_the_difference_of_two_polls() -> None:
         assert "█" in prefill
 
 
+async def test_the_time_of_the_latest_step_is_whole() -> None:
+    current = replace(busy(), last_step=StepMix(0, 256, 1, 1.32), step_budget=256)
+    async with running(current) as screen:
+        assert "0 dec + 256 pre  1.32s" in screen.text
+
+
 async def test_five_hundred_requests_cost_the_lines_in_view() -> None:
     many = busy(num_running=16, num_waiting=484)
     async with running(many, size=(160, 50)) as screen:
@@ -280,6 +286,14 @@ async def test_q_asks_what_to_leave(keys: tuple[str, ...], outcome: str) -> None
         assert "28 requests are being served" in screen.text
         await screen.press(*keys)
         assert screen.app.return_value == outcome
+
+
+@pytest.mark.parametrize("size", [(40, 10), (60, 15)])
+async def test_the_answers_are_seen_where_the_question_does_not_fit(size: tuple[int, int]) -> None:
+    async with running(busy(), size=size) as screen:
+        await screen.press("q")
+        for words in ("c  close the dashboard", "s  stop the server", "n  cancel"):
+            assert words in screen.text
 
 
 @pytest.mark.parametrize("key", ["escape", "n", "q"])

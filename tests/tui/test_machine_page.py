@@ -171,7 +171,7 @@ def test_the_engine_thread_tells_its_rates() -> None:
         "22ms  40/s",
         "22ms  16 decode + 48 prefill of 512",
         "measured 1,234 tok/s",
-        "9 of 20",
+        "9  0 waiting, limit 20",
         "0 waiting",
     ):
         assert words in text
