@@ -6,18 +6,22 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.model.checkpoints import make_llama
+from tests.test_serve import call
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_SECONDS = 120.0
@@ -68,6 +72,11 @@ class Terminal:
         finally:
             self.close()
 
+    def hang_up(self) -> None:
+        """The terminal is closed, and the program hears of it."""
+        os.close(self._master)
+        self.process.send_signal(signal.SIGHUP)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -100,5 +109,30 @@ def test_the_dashboard_shows_and_gives_the_screen_back(tmp_path: Path, way: str)
         assert b"Traceback" not in terminal.written
         # Between entering and leaving the screen, the log wrote nothing into it.
         assert b"info serve" not in terminal.written[shown:left]
+    finally:
+        terminal.close()
+
+
+@pytest.mark.full
+def test_a_terminal_that_goes_away_ends_the_server_in_order(tmp_path: Path) -> None:
+    """What runs is answered in full, though nothing can be shown or logged any more."""
+    model = make_llama(tmp_path / "tiny", max_position_embeddings=4096)
+    words = (str(model), "--port", "0", "--served-model-name", "tiny-one", "--kv-cache-memory-bytes", "16MiB")
+    terminal = Terminal(*words, home=tmp_path / "home")
+    try:
+        shown = terminal.wait_for(b"http://127.0.0.1:", terminal.wait_for(ENTER_SCREEN))
+        terminal.wait_for(b"/v1", shown)
+        url = "http://127.0.0.1:" + re.match(rb"\d+", terminal.written[shown:])[0].decode()  # type: ignore[index]
+        body = {"model": "tiny-one", "prompt": "the", "max_tokens": 2000, "ignore_eos": True}
+        answers: list[tuple[int, Any]] = []
+        client = threading.Thread(target=lambda: answers.append(call(f"{url}/v1/completions", body)))
+        client.start()
+        while not call(f"{url}/kvd/requests")[1].get("requests"):
+            assert client.is_alive(), answers
+        terminal.hang_up()
+        client.join()
+        assert answers[0][0] == 200, answers
+        assert answers[0][1]["usage"]["completion_tokens"] == 2000
+        assert terminal.process.wait(WAIT_SECONDS) == 0
     finally:
         terminal.close()

@@ -1,7 +1,7 @@
 """`kvd serve`: wires model, engine, text, server and dashboard together, and ends them in order.
 
     listen ─► load on the main thread, while a waiting room answers 503 ─► event loop: engine, HTTP, dashboard
-    first SIGINT/SIGTERM: refuse new requests, let running ones finish ─► second: end them ─► third: leave at once
+    first SIGINT, SIGTERM, SIGHUP: refuse new requests, let running ones finish ─► second: end them ─► third: leave
 
 Purpose: the one place where rooms are injected into each other. Main thread; the event loop runs on it once
 loading is over. Invariant: while the dashboard shows, nothing else writes to the terminal.
@@ -303,8 +303,9 @@ class _Service:
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: serve on
+                loop.add_signal_handler(number, self._on_signal)
         await self._engine.start()
         await self._runner.setup()
         try:
