@@ -56,6 +56,9 @@ class Stretches:
     """What the callbacks of one phase took."""
 
     num: int = 0
+    num_painting: int = 0  # of these, those that took a tenth of the limit or more
+    painting_median: float = 0.0  # of them, in processor time
+    painting_rare: float = 0.0  # that one in a hundred of them exceeds
     longest_cpu: float = 0.0
     longest_wall: float = 0.0
     num_over: int = 0  # in processor time, beyond the limit
@@ -69,6 +72,13 @@ class Stretches:
         self.longest_wall = max(self.longest_wall, wall)
         if cpu > self.longest_cpu:
             self.longest_cpu, self.name = cpu, name
+
+    def summarise(self, painting: list[float]) -> None:
+        """Take in the processor times of the callbacks that did something."""
+        painting.sort()
+        self.num_painting = len(painting)
+        self.painting_median = statistics.median(painting or [0.0])
+        self.painting_rare = painting[len(painting) * 99 // 100] if painting else 0.0
 
 
 # --------------------------------------------------------------------------- an engine that is busy
@@ -189,6 +199,7 @@ async def measure(page: str, seconds: float, num_requests: int, num_blocks: int,
         interval_seconds=INTERVAL_SECONDS,
     )
     phase = Stretches()
+    painting: list[float] = []
     run = asyncio.Handle._run
 
     collecting = [0.0, 0.0]  # processor time at the start of a collection, and of those in this callback
@@ -205,6 +216,8 @@ async def measure(page: str, seconds: float, num_requests: int, num_blocks: int,
         wall, cpu = time.perf_counter(), time.thread_time()
         run(handle)
         spent = time.thread_time() - cpu - collecting[1]
+        if spent >= LIMIT_SECONDS / 10:
+            painting.append(spent)
         phase.add(spent, time.perf_counter() - wall, _name(handle) if spent > phase.longest_cpu else "")
 
     def write(line: object) -> None:
@@ -218,10 +231,12 @@ async def measure(page: str, seconds: float, num_requests: int, num_blocks: int,
         for name in ("quiet", "keys"):
             write(f"begin {name}")
             phase = Stretches()
+            painting.clear()
             controls = []
             for _ in range(round(seconds / CONTROL_SECONDS)):
                 await asyncio.sleep(CONTROL_SECONDS)
                 controls.append(_control())
+            phase.summarise(painting)
             phase.control = max(controls) / statistics.median(controls)
             write({name: asdict(phase)})
         dashboard.exit("close")
@@ -327,14 +342,16 @@ def main(words: Sequence[str]) -> int:
         )
         return 0
     print(f"{arguments.requests} requests, {arguments.blocks:,} blocks, {arguments.size}, a poll every 0.1 s")
-    print(f"{'page':<9} {'phase':<5} {'calls':>6} {'longest cpu':>12} {'wall':>9} {'> 2 ms':>6} {'gc':>9} {'noise':>6}")
+    print("processor time in ms of callbacks that take 0.2 ms or more; of all: wall, those above 2 ms, garbage, noise")
+    print("page      phase  number  median     99%  longest    wall  > 2 ms      gc  noise  the longest is")
     worst = 0.0
     for page in arguments.pages or titles:
         for phase, found in run_page(page, arguments).items():
+            figures = (found.painting_median, found.painting_rare, found.longest_cpu, found.longest_wall)
             print(
-                f"{page:<9} {phase:<5} {found.num:>6,} {found.longest_cpu * 1e3:>9.2f} ms "
-                f"{found.longest_wall * 1e3:>6.2f} ms {found.num_over:>6} {found.longest_collection * 1e3:>6.2f} ms "
-                f"{found.control:>5.1f}×  {found.name}",
+                f"{page:<9} {phase:<5} {found.num_painting:>7,}"
+                + "".join(f"{seconds * 1e3:>8.2f}" for seconds in figures)
+                + f"{found.num_over:>8}{found.longest_collection * 1e3:>8.2f}{found.control:>6.1f}×  {found.name}",
                 flush=True,
             )
             worst = max(worst, found.longest_cpu if phase == "quiet" else 0.0)
