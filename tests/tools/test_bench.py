@@ -491,7 +491,11 @@ def test_a_kvd_that_cannot_start_is_one_line(tmp_path: Path, capsys: Any) -> Non
 
 @pytest.mark.parametrize(
     ("number", "code", "delay_seconds"),
-    [(signal.SIGINT, 130, 6.0), (signal.SIGTERM, 143, 6.0), (signal.SIGINT, 130, 0.0)],
+    [
+        (signal.SIGINT, 130, 6.0),
+        pytest.param(signal.SIGTERM, 143, 6.0, marks=pytest.mark.full),
+        (signal.SIGINT, 130, 0.0),
+    ],
     ids=["interrupt", "terminate", "interrupt-while-it-starts"],
 )
 def test_a_signal_ends_it_and_its_server(

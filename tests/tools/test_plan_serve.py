@@ -49,7 +49,11 @@ def close_to(value: float) -> Any:
     return pytest.approx(value, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("words", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=[pytest.mark.full] * (number > 0)) for number, words in enumerate(CASES.values())],
+    ids=CASES,
+)
 def test_serve_takes_what_plan_said(words: str, kvd_home: Path, default_model_files: ModelFiles) -> None:
     with serving(kvd_home, words) as url:
         info = call(f"{url}/kvd/snapshot")[1]["info"]
