@@ -91,7 +91,8 @@ def advise(geometry: Geometry, fitted: Fit, seen: SeenLengths | None, asked_toke
     longest = geometry.shape.max_positions
     length: int | None = None
     if asked_tokens is not None:
-        expected, length = asked_tokens, recommended_len(asked_tokens, longest)
+        expected = asked_tokens
+        length = recommended_len(asked_tokens, longest) if asked_tokens <= longest else None
     elif seen is not None:
         expected, length = seen.total("p90"), recommended_len(seen.total("p99"), longest)
     else:

@@ -6,6 +6,7 @@ read, nothing is downloaded, nothing is started. Exit code 0 where it fits, 1 wh
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import urllib.error
@@ -34,10 +35,10 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     report = make_report(options)
     if options.chart is not None:
         _write_chart(options.chart, report)
+    is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
     if options.as_json:
-        print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(report.as_dict(), indent=2, ensure_ascii=is_ascii))
     else:
-        is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
         text = "\n".join(lines(report, is_ascii=is_ascii))
         print(text.encode("ascii", errors="replace").decode() if is_ascii else text)
     asked_fits = report.asked is None or report.asked.fits
@@ -59,6 +60,13 @@ def make_report(options: PlanOptions) -> PlanReport:
     return of_model(model, machine, options)
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key is for the server that was named, and for no other."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 def _write_chart(name: str, report: PlanReport) -> None:
     from kvd.tools.plan_picture import draw
 
@@ -71,7 +79,9 @@ def _write_chart(name: str, report: PlanReport) -> None:
 def _ask(root: str, api_key: str | None) -> Snapshot:
     """The snapshot of a server. Raises StartupError, one line."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    handlers = [urllib.request.ProxyHandler({})] if is_loopback(urlsplit(root).hostname or "") else []
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+    if is_loopback(urlsplit(root).hostname or ""):
+        handlers.append(urllib.request.ProxyHandler({}))
     opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(
@@ -84,5 +94,7 @@ def _ask(root: str, api_key: str | None) -> Snapshot:
         raise StartupError(f"--from: {root} answered {error.code}{remedy}") from None
     except msgspec.MsgspecError as error:
         raise StartupError(f"--from: {root} sent no snapshot of kvd ({error})") from None
+    except http.client.HTTPException as error:
+        raise StartupError(f"--from: {root} sent no HTTP answer ({type(error).__name__})") from None
     except (OSError, ValueError) as error:
         raise StartupError(f"--from: {root} does not answer ({getattr(error, 'reason', error)})") from None

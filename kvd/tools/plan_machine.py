@@ -157,7 +157,7 @@ def room_of(
     tier_bytes = tier_bytes // kv_format.block_bytes * kv_format.block_bytes
     if machine.kind == "cpu":
         available = max(0, machine.total_bytes - loaded_bytes)
-        if tier_bytes > available - weight_bytes:
+        if tier_bytes and tier_bytes > available - weight_bytes:
             raise NotEnoughMemory(
                 f"swap_space takes {tier_bytes / GIB:.2f} GiB, but beside the weights only "
                 f"{max(0, available - weight_bytes) / GIB:.2f} GiB of memory are free"

@@ -7,11 +7,13 @@ Invariant: headers alone are read, nothing is downloaded, and what was assumed i
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvd.config import Config
+from kvd.config_kinds import short
 from kvd.engine.backend import checkpoint_dtype
 from kvd.errors import CheckpointError, ModelNotFound, UnsupportedModel
 from kvd.model import catalogue, hub
@@ -37,6 +39,8 @@ ASSUMED_VOCABULARY = 128_000
 ASSUMED_POSITIONS = 131_072
 ASSUMED_WIDTH = 3.5
 """Of the MLP, in hidden sizes: between Llama-2 (2.7) and Qwen2.5 (5.3)."""
+MOST_VOCABULARY, MOST_WEIGHTS = 1 << 22, 1 << 44
+"""Tokens, and numbers in one matrix, beyond which a size is a mistake: no model comes near, and counting takes long."""
 BITS_PER_PARAMETER = {"16 bits": 16.0, "awq": 4 + 32 / 128, "gguf": 5.0}
 
 
@@ -68,10 +72,15 @@ def find_model(config: Config, home: Path) -> PlannedModel:
 
 
 def _find(config: Config, home: Path) -> PlannedModel:
-    path = Path(config.model).expanduser()
-    if path.is_dir():
+    path = Path(config.model)
+    try:
+        path = path.expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+        raise ModelNotFound(f"{short(config.model)}: {getattr(error, 'strerror', None) or error}") from None
+    if is_folder:
         return _directory(config.model, path)
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise ModelNotFound(f"{config.model}: a model is a directory or a .gguf file")
         return _gguf(config.model, path, home)
@@ -99,7 +108,20 @@ def _find(config: Config, home: Path) -> PlannedModel:
 
 
 def _spec(config: dict[str, Any], source: str, quantization: str) -> ModelSpec:
-    return read_model_spec(config, source=source, quantization=quantization, bos_token_id=None, eos_token_ids=())
+    spec = read_model_spec(config, source=source, quantization=quantization, bos_token_id=None, eos_token_ids=())
+    _check_sizes(spec, lambda size: f"{source}: {size}")
+    return spec
+
+
+def _check_sizes(spec: ModelSpec, words: Callable[[str], str]) -> None:
+    """Raises CheckpointError for a model that cannot be. words: of the line, by what is wrong."""
+    if spec.vocab_size > MOST_VOCABULARY:
+        raise CheckpointError(words(f"a vocabulary of {spec.vocab_size:,} tokens is more than any model has"))
+    widest = max(2 * spec.intermediate_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, spec.vocab_size)
+    if widest * spec.hidden_size > MOST_WEIGHTS:
+        raise CheckpointError(
+            words(f"a matrix of {widest:,} × {spec.hidden_size:,} numbers is larger than any model has")
+        )
 
 
 def _directory(name: str, directory: Path) -> PlannedModel:
@@ -182,6 +204,7 @@ def by_numbers(numbers: Numbers, config: Config) -> PlannedModel:
     )  # fmt: skip
     if hidden % 2:
         raise CheckpointError(f"--hidden: {hidden} is odd, and weights are packed in pairs of inputs")
+    _check_sizes(spec, lambda size: f"--layers and the other sizes: {size}")
     outline = outline_sizes(spec, BiasUse(qkv=False, output=False, mlp=False), form)
     weight_bytes = None
     if numbers.parameters is not None:

@@ -18,6 +18,8 @@ from kvd.tools.bench_client import parse_root
 MAX_LAYERS = 4096
 MAX_EXTENT = 2**31 - 1
 MAX_REQUESTS = 10**6
+LEAST_MEMORY = 1 << 20
+"""Of --memory: whoever asks for less has left out the unit."""
 
 _REQUESTS = re.compile(r"\s*([0-9]+)\s*[x×*]\s*([0-9.]+[kKmM]?)\s*")
 _PARAMETERS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmMbBtT]?)")
@@ -117,7 +119,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> PlanOptions:
         chosen=frozenset(loaded.origins),
         numbers=numbers,
         gpu=chosen.gpu,
-        memory_bytes=None if chosen.memory is None else _parsed("--memory", chosen.memory, Size()),
+        memory_bytes=None if chosen.memory is None else _memory(chosen.memory),
         source=source,
         api_key=keys[0].key if keys else None,
         asked=None if chosen.requests is None else _asked(chosen.requests),
@@ -131,6 +133,14 @@ def _parsed(flag: str, text: str, kind: Kind) -> int:
         return int(kind.parse(text))
     except ValueRefused as refused:
         raise ConfigError(f"{flag}: expected {refused}, got {short(text)!r}") from None
+
+
+def _memory(text: str) -> int:
+    num_bytes = _parsed("--memory", text, Size())
+    if num_bytes < LEAST_MEMORY:
+        hint = f"; is {text}GiB meant?" if text.isdecimal() else ""
+        raise ConfigError(f"--memory: expected 1MiB or more, got {short(text)!r}{hint}")
+    return num_bytes
 
 
 def _numbers(values: Mapping[str, str | None]) -> Numbers | None:

@@ -40,13 +40,14 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class AskedAnswer:
-    """Whether so many requests fit at once, in blocks, and what they take."""
+    """Whether so many requests fit at once, in blocks, and what they take. is_too_long: each alone is refused."""
 
     num_requests: int
     num_tokens: int
     kv_bytes: int
     fits: bool
     num_fitting: int
+    is_too_long: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,9 @@ def answer(fits: Fit, asked: Asked | None) -> AskedAnswer | None:
     if asked is None:
         return None
     blocks: int = asked.num_requests * request_blocks(asked.num_tokens, fits.most_tokens)
-    num_fitting = fits.requests(asked.num_tokens)
+    is_too_long = not fits.refusal and asked.num_tokens > fits.max_model_len
+    num_fitting = 0 if is_too_long else fits.requests(asked.num_tokens)
     return AskedAnswer(
-        asked.num_requests, asked.num_tokens, blocks * fits.block_bytes, num_fitting >= asked.num_requests, num_fitting
+        asked.num_requests, asked.num_tokens, blocks * fits.block_bytes, num_fitting >= asked.num_requests, num_fitting,
+        is_too_long,
     )  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import socket
 import struct
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +45,7 @@ LLAMA31_70B = (
     "--positions 131072"
 )
 KIB = 1024
+NAMES_IN_CONFIG = {"--vocab": "vocab_size", "--hidden": "hidden_size", "--heads": "num_attention_heads"}
 
 
 def made(words: str, home: Path | None = None) -> PlanReport:
@@ -234,6 +238,8 @@ def test_a_damaged_model_is_named_in_one_line(
         ("--gpu l4 --device cpu", "--gpu: the configuration computes on the CPU"),
         ("--memory -3", "--memory: expected a size in bytes"),
         ("--memory 0", "--memory: expected a size in bytes"),
+        ("--memory 24", "--memory: expected 1MiB or more, got '24'; is 24GiB meant?"),
+        ("--memory 3KiB", "--memory: expected 1MiB or more, got '3KiB'"),
         ("--layers -1 --kv-heads 2 --head-dim 64", "--layers: expected a whole number from 1 to 4,096, got '-1'"),
         ("--layers 5000 --kv-heads 2 --head-dim 64", "--layers: expected a whole number from 1 to 4,096"),
         ("--layers 2 --kv-heads 0 --head-dim 64", "--kv-heads: expected a whole number"),
@@ -271,9 +277,61 @@ def test_fp8_on_the_cpu_is_refused_as_start_up_refuses_it() -> None:
     assert made(f"{QWEN_7B} --kv-cache-dtype fp8 --gpu h100").fits.bytes_per_token == 28 * KIB
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--vocab 2147483647", "a vocabulary of 2,147,483,647 tokens is more than any model has"),
+        ("--hidden 2147483646", "is larger than any model has"),
+        ("--heads 2147483640", "is larger than any model has"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_at_once(words: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(KvdError, match=f"^--layers and the other sizes: .*{error}"):
+        made(f"--layers 32 --kv-heads 8 --head-dim 128 --gpu l4 {words}")
+    flag, number = words.split()
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_CONFIG, NAMES_IN_CONFIG[flag]: int(number)}))
+    with pytest.raises(KvdError, match=r"^[^\n]*config\.json: [^\n]*$"):
+        made(f"{tmp_path} --gpu l4")
+
+
+@pytest.mark.parametrize("name", ["/tmp/" + "x" * 5000, "~nobody-has-this-name/model"])
+def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(KvdError, match=r"^[^\n]{1,200}$"):
+        made(name)
+
+
+def test_without_a_ram_tier_too_little_memory_is_said_of_the_weights() -> None:
+    report = made(f"{QWEN_7B} --quantization awq --device cpu --memory 1MiB")
+    assert "the weights need" in report.fits.refusal
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(StartupError, match=r"^--from: http://127.0.0.1:1 does not answer"):
         made("--from http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", r"sent no HTTP answer \(BadStatusLine\)"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "sent no snapshot of kvd|sent no HTTP answer"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", "answered 302"),
+    ],
+)
+def test_a_server_of_another_kind_is_one_line_and_gets_the_key_alone(answer: bytes, error: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(StartupError, match=rf"^--from: http://[^\n]*({error})[^\n]*$"):
+            made(f"--from http://127.0.0.1:{listening.getsockname()[1]} --api-key secret")
+        thread.join()
 
 
 # --------------------------------------------------------------------------- cards
@@ -391,9 +449,11 @@ def test_the_text_has_everything_that_was_asked(capsys: pytest.CaptureFixture[st
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert not err
-    assert max(len(line) for line in out.splitlines()) <= 150
+    assert max(len(line) for line in out.splitlines()) <= 80
+    out = " ".join(out.split())
     for text in (
-        "4 of 28 heads have keys and values (GQA), head_dim 128", "weights ", "activations ", "KV cache ", "57,344",
+        "4 of 28 heads have keys and values (GQA), head_dim 128", "GiB on the card", "weights ",
+        "activations ", "KV cache ", "57,344",
         "29,120", "28,672", "requests of 32,768 tokens", "largest max_model_len", "8 requests of 32,768 tokens fit",
         "--max-num-seqs ", "--max-model-len 39328", "the KV cache gets", "█",
     ):  # fmt: skip
@@ -407,6 +467,27 @@ def test_what_does_not_fit_is_printed_with_the_reason_and_exit_code_1(capsys: py
     assert "recommended" not in out
     assert main(["plan", *QWEN_7B.split(), "--quantization", "awq", "--gpu", "l4", "--requests", "500x32K"]) == 1
     assert "500 requests of 32,768 tokens do not fit" in capsys.readouterr()[0]
+
+
+def test_requests_longer_than_what_is_served_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*f"plan {QWEN_7B} --quantization awq --gpu h100".split(), "--requests"]
+    assert main([*words, "8x32K", "--max-model-len", "4096"]) == 1
+    out = " ".join(capsys.readouterr()[0].split())
+    assert "8 requests of 32,768 tokens do not fit: each is longer than max_model_len 4,096" in out
+    assert "recommended: --max-model-len 39328" in out
+    assert main([*words, "2x300K"]) == 1
+    out = " ".join(capsys.readouterr()[0].split())
+    assert "do not fit: each is longer than the model's 131,072 positions" in out
+    assert "recommended" not in out
+    assert main([*words, "64x2K", "--max-num-seqs", "8"]) == 0
+    assert "max_num_seqs lets 8 of them run at once" in " ".join(capsys.readouterr()[0].split())
+
+
+def test_json_needs_no_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    for flags in (["--json"], []):
+        assert plan.run([*QWEN_7B.split(), "--gpu", "h100", *flags], {}) == 0
 
 
 def test_the_text_can_be_ascii() -> None:
