@@ -132,7 +132,7 @@ def diagnose(memory: PromptMemory, admission: Admission, data: bytes, decode: De
 def _too_little(prompt: _Prompt, lost: int, behind: int) -> Diagnosis | None:
     if behind > 0:
         return prompt.diagnosis("too_short", lost, prompt.same, prompt.nearest, num_alike=1)
-    if prompt.cached < BLOCK_SIZE:
+    if prompt.cached < min(BLOCK_SIZE, prompt.limit):
         return prompt.diagnosis("new", 0)
     return None
 
@@ -199,8 +199,8 @@ def _compare(prompt: _Prompt, lost: int) -> Diagnosis:
     if same < prompt.cached - BLOCK_SIZE or not passages:
         # Another prompt has more of the beginning, and this one the rest.
         return _elsewhere(prompt, peer, "reordered" if moved >= PASSAGE_TOKENS else "differs", lost)
-    first = passages[0]
-    if first.theirs < same or any(passage.theirs < first.theirs for passage in passages):
+    first = passages[0] = _behind(passages[0], same)
+    if first.theirs < same or any(passage.theirs + PASSAGE_TOKENS <= first.theirs for passage in passages):
         return prompt.diagnosis("reordered", lost, same, peer, num_alike=1)
     is_line = _is_line(prompt, peer, same, first)
     if is_line:
@@ -217,6 +217,17 @@ def _compare(prompt: _Prompt, lost: int) -> Diagnosis:
     cause: MissCause = "system_prompt" if same < FIRST_TOKENS else "differs"
     place = same // FIRST_TOKENS if cause == "differs" else -1
     return prompt.diagnosis(cause, lost, same, peer, num_alike=max(1, num_alike), place=place)
+
+
+def _behind(passage: Passage, same: int) -> Passage:
+    """Without what lies in the common beginning of theirs, where enough of it goes on behind: something was put in.
+
+    What was put in often ends as the beginning does, with the end of a line say.
+    """
+    over = same - passage.theirs
+    if over <= 0 or passage.length - over < PASSAGE_TOKENS:
+        return passage
+    return Passage(passage.ours + over, same, passage.length - over)
 
 
 def _peer(prompt: _Prompt) -> tuple[Remembered, int, list[Passage]]:

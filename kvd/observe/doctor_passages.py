@@ -175,7 +175,10 @@ def resume_after(at: int, end: int) -> int:
 
 
 def num_moved(passages: Sequence[Passage]) -> int:
-    """Tokens in passages that are not in the order of the other text: all but those of the heaviest ordered chain."""
+    """Tokens in passages that are not in the order of the other text: all but those of the heaviest ordered chain.
+
+    Of what ours repeats, one time counts: it is not in another order, only more often.
+    """
     begins: list[int] = []  # of theirs, where the heaviest chain that ends with this passage weighs `weights`
     weights: list[int] = []  # both ascend
     for passage in passages:
@@ -186,7 +189,8 @@ def num_moved(passages: Sequence[Passage]) -> int:
             behind += 1
         begins[at:behind] = [passage.theirs]
         weights[at:behind] = [weight]
-    return sum(passage.length for passage in passages) - (weights[-1] if weights else 0)
+    once = union_length(((it.theirs, it.theirs + it.length) for it in passages), 0, sys.maxsize)
+    return max(0, once - (weights[-1] if weights else 0))
 
 
 def union_length(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> int:

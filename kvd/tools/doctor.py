@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -46,13 +47,14 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     root = parse_root(re.sub(r"(/v1)+/*$", "", chosen.url), "URL", allow_remote=True)
     console = RemoteConsole(root, chosen.key or environment.get("KVD_API_KEY"))
     report, examples = asyncio.run(_ask(console, shows_prompts=chosen.show_prompts))
+    encoding = sys.stdout.encoding or "utf-8"
     if chosen.json:
         answer: dict[str, Any] = msgspec.to_builtins(report)
         if chosen.show_prompts:
             answer["examples"] = msgspec.to_builtins(examples)
-        print(json.dumps(answer, indent=2, ensure_ascii=False))
+        print(json.dumps(answer, indent=2, ensure_ascii="utf" not in encoding.lower()))
     else:
-        print("\n".join(report_lines(report, examples, root)))
+        print("\n".join(report_lines(report, examples, root)).encode(encoding, "replace").decode(encoding))
     return 0
 
 

@@ -250,12 +250,46 @@ def test_new(clinic: Clinic, seed: int) -> None:
     generator = random.Random(seed)
     number = generator.randint(1, 20)
     for _ in range(number):
-        clinic.admit(words(generator, generator.randint(1, 500)))
+        clinic.admit(words(generator, generator.randint(2, 500)))
     clinic.wait()
     report = clinic.doctor.report(0)
     assert [counts for counts in report.by_cause if counts[1]] == [("new", number, 0)]
     assert not report.recent
     assert not report.findings
+
+
+def test_a_prompt_of_which_nothing_more_could_be_found_is_no_miss(clinic: Clinic) -> None:
+    """Its last token is always computed, so that of a single one nothing can be cached."""
+    prompt = words(random.Random(0), 9)
+    for num_cached in (0, 8):
+        clinic.admit(prompt, num_cached=num_cached)
+    clinic.admit([prompt[-1]])
+    clinic.wait()
+    report = clinic.doctor.report(0)
+    assert report.num_examined == 3
+    assert [counts for counts in report.by_cause if counts[1]] == [("new", 1, 0)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_text_that_was_put_in_is_not_reordered(clinic: Clinic, seed: int) -> None:
+    """It ends with a new line as what stands before it does."""
+    generator = random.Random(seed)
+    begin, tail = text(generator, generator.randint(1, 60)), text(generator, generator.randint(100, 2000))
+    clinic.admit([*begin, *tail, *words(generator, 30)])
+    clinic.admit([*begin, *text(generator, generator.randint(66, 500)), *tail, *words(generator, 30)])
+    miss = last_miss(clinic)
+    assert (miss.cause, miss.position) == ("system_prompt", len(begin))
+    assert miss.lost_tokens >= len(tail)
+
+
+def test_a_passage_that_stands_there_twice_is_not_reordered(clinic: Clinic) -> None:
+    generator = random.Random(0)
+    begin, passage = text(generator, 3), text(generator, 200)
+    clinic.admit([*begin, *passage, *words(generator, 30)])
+    clinic.admit([*begin, *text(generator, 70), *passage, *passage, *words(generator, 30)])
+    assert last_miss(clinic).cause == "system_prompt"
+    clinic.admit([*begin, *text(generator, 70), *words(generator, 9), *passage[5:], *passage, *words(generator, 30)])
+    assert last_miss(clinic).cause == "system_prompt"
 
 
 def test_an_excused_request_is_neither_examined_for_misses_nor_remembered(clinic: Clinic) -> None:

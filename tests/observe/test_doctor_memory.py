@@ -110,7 +110,13 @@ def test_moved_tokens_are_those_outside_the_heaviest_chain(seed: int) -> None:
     generator = random.Random(seed)
     count = generator.randint(0, 40)
     passages = [Passage(at, generator.randrange(50), generator.randint(1, 9)) for at in range(count)]
-    assert num_moved(passages) == sum(passage.length for passage in passages) - chain_weight(passages)
+    once = union_length([(each.theirs, each.theirs + each.length) for each in passages], 0, 100)
+    assert num_moved(passages) == max(0, once - chain_weight(passages))
+
+
+def test_what_is_repeated_has_not_moved() -> None:
+    assert num_moved([Passage(0, 0, 3), Passage(9, 3, 50), Passage(59, 3, 50)]) == 0
+    assert num_moved([Passage(0, 50, 40), Passage(40, 0, 50)]) == 40
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import socket
@@ -151,6 +152,16 @@ def test_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["doctor", "--json", "--show-prompts", url]) == 0
     examples = json.loads(capsys.readouterr().out)["examples"]
     assert examples == {"chatcmpl-5f0c": {"title": "t", "ours": "ours", "theirs": "theirs"}}
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_terminal_without_utf_8_gets_something_too(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    with serving(report_of(a_finding(client="Zoë"))) as url:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["doctor", url, *flags]) == 0
+    shown = stdout.buffer.getvalue().decode()
+    assert ("Zo\\u00eb" if flags else "client Zo?") in shown
 
 
 def test_prompts_are_shown_with_the_difference_marked(capsys: pytest.CaptureFixture[str]) -> None:
