@@ -103,10 +103,12 @@ def _write(options: ProfileOptions, report: Report) -> None:
     if options.picture is not None:
         Path(options.picture).write_text(draw(report), encoding="utf-8")
     if options.json is not None:
-        text = json.dumps(report.as_dict(), ensure_ascii=False, allow_nan=False) + "\n"
-        if options.json == "-":
+        is_stdout = options.json == "-"
+        text = json.dumps(report.as_dict(), ensure_ascii=is_stdout, allow_nan=False) + "\n"
+        if is_stdout:
             sys.stdout.write(text)
         else:
             Path(options.json).write_text(text, encoding="utf-8")
     table = sys.stderr if options.json == "-" else sys.stdout
-    print("\n".join(report.lines()), file=table)
+    encoding = table.encoding or "utf-8"
+    print("\n".join(report.lines()).encode(encoding, "replace").decode(encoding), file=table)

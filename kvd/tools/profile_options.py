@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvd.errors import ConfigError
 from kvd.tools.bench_client import parse_root
@@ -81,6 +81,8 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> ProfileOption
     num_tokens = number("--tokens", chosen.tokens, 10**6, least=2)
     check_target("--json", chosen.json)
     check_target("--picture", chosen.picture)
+    if chosen.picture is not None and not chosen.picture.endswith(".svg"):
+        raise ConfigError(f"--picture: expected a file that ends in .svg, got {chosen.picture[:60]!r}")
     options = ProfileOptions(
         url=None
         if starts_own
@@ -149,13 +151,18 @@ def _lengths(text: str, num_tokens: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def _no_number(text: str) -> NoReturn:
+    """kvd writes no NaN and no infinity, and could not write what they come to."""
+    raise ValueError(text)
+
+
 def read_result(name: str) -> Mapping[str, Any]:
     """What an earlier `kvd profile --json` wrote. Raises ConfigError."""
     try:
-        result = json.loads(Path(name).read_text(encoding="utf-8"))
+        result = json.loads(Path(name).read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise ConfigError(f"--compare: {name}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         result = None
     if not isinstance(result, dict) or result.get("kind") != JSON_KIND:
         raise ConfigError(f"--compare: {name}: not a file that kvd profile --json wrote")
@@ -163,6 +170,6 @@ def read_result(name: str) -> Mapping[str, Any]:
         raise ConfigError(f"--compare: {name}: format {result.get('format')!r}; this kvd reads format {JSON_FORMAT}")
     try:
         compare(result, result)  # before minutes are spent on the other one
-    except (KeyError, TypeError, AttributeError, IndexError):
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError):
         raise ConfigError(f"--compare: {name}: what kvd profile --json wrote has been changed since") from None
     return result

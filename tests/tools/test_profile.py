@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import statistics
@@ -19,6 +20,14 @@ from tests.tools.bench_fakes import FakeServer, kvd_info, serving
 
 CALIBRATION = 2  # requests that come before every profile
 SMALL = ("--runs", "1", "--tokens", "4")
+NO_BYTES = json.dumps(
+    {
+        "kind": "kvd profile", "format": 1, "machine": "", "num_tokens": 1, "started": "",
+        "sides": [
+            {"label": "", "settings": {}, "lengths": [{"length": 1, "memory": {"num_bytes": 0}, "runs": []}]}
+        ],
+    }
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -275,6 +284,7 @@ def test_other_machines_lengths_and_answers_are_said(fake: FakeServer, tmp_path:
         (("--max-modle-len", "5"), "max-model-len"),
         (("--json", "/no/such/folder/x.json"), "--json: /no/such/folder/x.json: its folder does not exist"),
         (("--picture", "/no/such/folder/x.svg"), "--picture"),
+        (("--picture", "x.png"), "--picture: expected a file that ends in .svg, got 'x.png'"),
         (("--compare", "/no/such/file"), "--compare: /no/such/file: No such file or directory"),
     ],
 )
@@ -286,7 +296,9 @@ def test_a_bad_flag_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"kind": "kvd bench", "format": 1}', '{"kind": "kvd profile", "format": 999}',
-             '{"kind": "kvd profile", "format": 1, "sides": 3}'],
+             '{"kind": "kvd profile", "format": 1, "sides": 3}', "[" * 100_000,
+             '{"kind": "kvd profile", "format": 1, "machine": NaN, "num_tokens": 1, "sides": [], "started": ""}',
+             NO_BYTES],
 )  # fmt: skip
 def test_what_is_no_profile_is_refused_before_anything_is_measured(
     fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
@@ -297,6 +309,13 @@ def test_what_is_no_profile_is_refused_before_anything_is_measured(
     assert code == 2
     assert f"--compare: {path}" in line
     assert fake.bodies == []
+
+
+def test_a_terminal_without_utf_8_gets_something_too(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert cli.main(["profile", fake.url, "--lengths", "128,256", "--runs", "2"]) == 0
+    assert b"?s" in stdout.buffer.getvalue()
 
 
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
