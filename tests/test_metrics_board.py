@@ -322,6 +322,25 @@ def test_annotations_say_what_there_is(exported: Exported) -> None:
         assert not [name for name in settings if name not in SETTINGS and name != "max_tokens"], rule["alert"]
 
 
+def test_a_ratio_is_no_alarm_on_an_idle_server_nor_without_prefix_caching() -> None:
+    """0 ÷ 0 is not a number, which no comparison holds for; and a single prompt in an hour is no trend."""
+    ratios = [rule for rule in alerts() if "/" in rule["expr"]]
+    assert [rule["alert"] for rule in ratios] == ["KvdLowHitRate", "KvdNoReuse", "KvdReuseLost"]
+    for rule in ratios:
+        (window,) = set(re.findall(r"\[(\w+)\]", rule["expr"]))
+        guard = rf"\band (on \([a-z_, ]+\) )?rate\(vllm:prefix_cache_queries_total\[{window}\]\) > 10$"
+        assert re.search(guard, rule["expr"].strip()), rule["alert"]
+
+
+def test_thresholds_have_the_unit_of_their_series() -> None:
+    for rule in alerts():
+        for name, limit in re.findall(r"([a-z:_]+) [<>] ([0-9.]+)", rule["expr"]):
+            if name.endswith(("_perc", "_rate", "_utilization")):
+                assert 0 < float(limit) < 1, rule["alert"]
+            elif name.endswith("_seconds"):
+                assert float(limit) >= 1, rule["alert"]
+
+
 def test_the_document_lists_every_alert() -> None:
     (table,) = re.findall(r"\| alert \| when \|\n\|---\|---\|\n((?:\|.*\n)+)", DOCUMENT)
     assert re.findall(r"`(Kvd\w+)`", table) == [rule["alert"] for rule in alerts()]

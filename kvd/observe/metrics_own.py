@@ -144,7 +144,7 @@ def _misses(snapshot: Snapshot, names: list[str], values: list[str]) -> Iterator
     requests = dict.fromkeys(MISS_CAUSES, 0) | {cause: number for cause, number, _ in snapshot.misses}
     tokens = dict.fromkeys(MISS_CAUSES, 0) | {cause: number for cause, _, number in snapshot.misses}
     for name, help_text, parts in (
-        ("kvd:misses", "Requests that computed what they need not have computed, by cause.", requests),
+        ("kvd:misses", "Requests of which the cache did not have all that it could have, by cause.", requests),
         ("kvd:reuse_lost_tokens", "Prompt tokens computed although equal ones had been before, by cause.", tokens),
     ):
         yield by_label(CounterMetricFamily, name, help_text, "cause", parts, names, values)
