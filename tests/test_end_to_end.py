@@ -23,6 +23,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvd.core import BLOCK_SIZE
 from kvd.model.files import ModelFiles
 from tests.test_serve import OPENER, Process, call
 
@@ -158,6 +159,32 @@ def test_a_prompt_of_three_chunks_twice(url: str, client: openai.OpenAI) -> None
     after = series(url)
     hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
     assert hits == second.prompt_tokens_details.cached_tokens
+
+
+async def test_the_gauge_of_used_blocks_counts_them(url: str) -> None:
+    """A prompt holds its blocks from its admission on, so the count stands still while it is computed."""
+    num_tokens = 1900
+    prompt = random.Random(35).choices(range(100, 40000), k=num_tokens)
+    expected = -(-num_tokens // BLOCK_SIZE)
+    asking = asyncio.create_task(
+        asyncio.to_thread(call, f"{url}/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 1})
+    )
+    found: dict[str, Any] = {}
+
+    def prefills() -> bool:
+        found.update(call(f"{url}/kvd/snapshot")[1])
+        return asking.done() or any(row["state"] == "prefill" for row in found["requests"])
+
+    await until(prefills, "the prompt is being computed")
+    usage = series(url)["vllm:kv_cache_usage_perc"]
+    assert not asking.done(), "it was too quick to be looked at"
+    assert found["requests"][0]["num_blocks"] == found["num_blocks_active"] == expected
+    assert usage == pytest.approx(expected / NUM_BLOCKS)
+    assert (await asking)[0] == 200
+    after = call(f"{url}/kvd/snapshot")[1]
+    assert after["num_blocks_active"] == 0
+    assert after["num_blocks_cached"] >= num_tokens // BLOCK_SIZE
+    assert series(url)["vllm:kv_cache_usage_perc"] == 0
 
 
 def scored(url: str, prompt: list[int], num_logprobs: int = 1) -> dict[str, Any]:
