@@ -46,7 +46,7 @@ async def pin(request: web.Request) -> web.Response:
             f"'{short(body.chain, 80)}' cannot be pinned: it is not in the KV cache, or too little of that would be "
             "left for others"
         )
-    state.event_log.add("info", "pin", f"{num_blocks} blocks of {short(body.chain, 80)} pinned by an operator")
+    state.event_log.add("info", "pin", f"{short(body.chain, 80)} pinned by an operator, blocks: {num_blocks}")
     return json_response({"chain": body.chain, "pinned_blocks": num_blocks})
 
 
@@ -70,7 +70,7 @@ async def drop(request: web.Request) -> web.Response:
             f"nothing of '{short(body.chain, 80)}' can be dropped: it is not in the KV cache, or all of its blocks are "
             "in use, shared or pinned"
         )
-    state.event_log.add("info", "drop", f"{num_blocks} blocks of {short(body.chain, 80)} dropped by an operator")
+    state.event_log.add("info", "drop", f"{short(body.chain, 80)} dropped by an operator, blocks: {num_blocks}")
     return json_response({"chain": body.chain, "dropped_blocks": num_blocks})
 
 

@@ -196,7 +196,7 @@ class Endpoint:
         async with self._open("GET", path) as response:
             try:
                 body = await response.json(content_type=None)
-            except ValueError:
+            except (ValueError, RecursionError):
                 body = None
         if not isinstance(body, dict):
             raise BenchFailed(f"{self._name}: {path} does not answer with a JSON object")
@@ -224,7 +224,7 @@ class Endpoint:
     async def _refuse(self, response: aiohttp.ClientResponse, method: str, path: str) -> None:
         try:
             text = error_text(await response.json(content_type=None))
-        except ValueError:
+        except (ValueError, RecursionError):
             text = response.reason or "no reason given"
         message = f"{self._name}: {method} {path}: HTTP {response.status}: {text}"
         if response.status == 400 and "context" in text.lower():

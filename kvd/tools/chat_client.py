@@ -56,7 +56,7 @@ class ChatEndpoint:
         async with self._open("GET", "/v1/models") as response:
             try:
                 self.model = str((await response.json(content_type=None))["data"][0]["id"])
-            except (ValueError, KeyError, IndexError, TypeError):
+            except (ValueError, KeyError, IndexError, TypeError, RecursionError):
                 raise ChatFailed(f"{self.root} lists no model; is this an OpenAI endpoint?") from None
 
     async def answer(self, messages: Sequence[Message]) -> AsyncGenerator[Delta, None]:
@@ -121,7 +121,7 @@ def _read_chunk(data: bytes) -> list[Delta]:
                 deltas.append(Delta(text))
             if reason := choice.get("finish_reason"):
                 deltas.append(Delta(finish_reason=reason))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ChatFailed("the stream is not that of an OpenAI chat") from None
     return deltas
 
@@ -130,7 +130,7 @@ async def _explain(response: aiohttp.ClientResponse) -> str:
     try:
         answer = await response.json(content_type=None)
         text = str(answer["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = response.reason or "no reason given"
     if response.status == HTTPStatus.UNAUTHORIZED:
         return f"{text} (--key, or KVD_API_KEY in the environment)"
