@@ -9,7 +9,8 @@ INPUTS := pyproject.toml setup.py packaging/constraints.txt packaging/make_venv.
 	$(wildcard kernels/cpu/src/*)
 
 # A file of tests stays in one process, and with it what its tests share.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# One process more than there are cores: many tests wait for a server or a screen.
+SIDE_BY_SIDE := -n $(shell echo $$(( $$(nproc) + 1 ))) --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
