@@ -307,9 +307,11 @@ class _Service:
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: serve on
-                loop.add_signal_handler(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: serve on
+            terminals = [number for number in (1, 2) if os.isatty(number)]
+            loop.add_signal_handler(signal.SIGHUP, self._on_hang_up, terminals)
         await self._engine.start()
         await self._runner.setup()
         try:
@@ -329,6 +331,14 @@ class _Service:
         needs_key = bool(self._config.api_key or self._config.api_key_file)
         for line in client_lines(self._url, self._engine.info, needs_key=needs_key, key_origin=self._key_origin):
             print(line, file=sys.stderr)
+
+    def _on_hang_up(self, terminals: list[int]) -> None:
+        """The terminal is gone: what is still written to it goes nowhere, in place of failing."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in terminals:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
+        self._on_signal()
 
     def _on_signal(self) -> None:
         self._num_signals += 1
