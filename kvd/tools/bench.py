@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import json
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from kvd.tools.bench_machine import describe_machine
 from kvd.tools.bench_options import BenchOptions, parse, without_keys
 from kvd.tools.bench_picture import draw
 from kvd.tools.bench_report import Report, Side
+from kvd.tools.output import write_results
 
 
 def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -40,7 +39,9 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
             report = asyncio.run(unless_ended(_measure(options, url, words, progress)))
         if isinstance(report, int):
             raise SystemExit(128 + report)
-    _write(options, report)
+    if options.picture is not None:
+        Path(options.picture).write_text(draw(report), encoding="utf-8")
+    write_results(report, json_path=options.json)
     return 0
 
 
@@ -77,20 +78,6 @@ async def _measure(options: BenchOptions, url: str, words: Sequence[str], progre
         knees=bench_run.knees(results, labels),
         notes=bench_run.notes(results, labels),
     )
-
-
-def _write(options: BenchOptions, report: Report) -> None:
-    """Picture, JSON, table; with the JSON on stdout, the table goes to stderr."""
-    if options.picture is not None:
-        Path(options.picture).write_text(draw(report), encoding="utf-8")
-    if options.json is not None:
-        text = json.dumps(report.as_dict(), ensure_ascii=False, allow_nan=False) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(options.json).write_text(text, encoding="utf-8")
-    table = sys.stderr if options.json == "-" else sys.stdout
-    print("\n".join(report.lines()), file=table)
 
 
 class _Progress(StatusLine):

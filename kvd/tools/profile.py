@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from kvd.tools.bench_client import Address, connect
 from kvd.tools.bench_ending import StatusLine, signals_unwind, unless_ended
 from kvd.tools.bench_machine import describe_machine
 from kvd.tools.bench_options import key_of_own_server, without_keys
+from kvd.tools.output import write_results
 from kvd.tools.profile_options import ProfileOptions, parse
 from kvd.tools.profile_picture import draw
 from kvd.tools.profile_report import Report
@@ -56,7 +55,9 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
         sides=sides,
         old=options.old,
     )
-    _write(options, report)
+    if options.picture is not None:
+        Path(options.picture).write_text(draw(report), encoding="utf-8")
+    write_results(report, json_path=options.json)
     return 0
 
 
@@ -96,19 +97,3 @@ async def _measure(
     context = f", context {about.context_tokens}" if about.context_tokens else ""
     line = f"{about.software} {about.version or ''}".rstrip() + f", {about.model}{context}, KV {label}, {url}"
     return SideResult(label, url, line, settings, lengths)
-
-
-def _write(options: ProfileOptions, report: Report) -> None:
-    """Picture, JSON, table; with the JSON on stdout, the table goes to stderr."""
-    if options.picture is not None:
-        Path(options.picture).write_text(draw(report), encoding="utf-8")
-    if options.json is not None:
-        is_stdout = options.json == "-"
-        text = json.dumps(report.as_dict(), ensure_ascii=is_stdout, allow_nan=False) + "\n"
-        if is_stdout:
-            sys.stdout.write(text)
-        else:
-            Path(options.json).write_text(text, encoding="utf-8")
-    table = sys.stderr if options.json == "-" else sys.stdout
-    encoding = table.encoding or "utf-8"
-    print("\n".join(report.lines()).encode(encoding, "replace").decode(encoding), file=table)
